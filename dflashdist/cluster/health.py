@@ -1,0 +1,373 @@
+"""Signs of life, and the end of the job: every rank learns within a second that another has failed.
+
+Invariants
+- One key, `halt`, ends the job. It is set once, by compare-and-set; who sets it prints the cause,
+  so the first message on the console is the first cause, and everybody else only logs it.
+- Every blocking wait of this package is a loop of waits of at most a second that looks at `halted`.
+- A thread that is inside C++ when the job is halted (a collective, a receive) is ended with its
+  process after a grace of `GRACE` seconds; nothing half-written remains, as files are renamed.
+- Ranks of a host watch each other's processes, so a killed rank is named in about a second;
+  rank 0 watches everybody's signs of life, and everybody watches rank 0's, so a frozen rank is
+  named after `silence` seconds; a rank whose main thread does not move is named after `stall`.
+- An error that is only the echo of another (a connection that a dying peer closed) waits `ECHO`
+  seconds for the cause to be named before it names itself.
+"""
+
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from dflashdist.cluster.roles import Member
+
+log = logging.getLogger(__name__)
+
+TICK = 0.25  # seconds between two looks at the halt key
+BEAT = 1.0  # seconds between two signs of life
+GRACE = 4.0  # seconds that a halted rank has to leave by itself
+ECHO = 4.0  # seconds that an echo waits for its cause
+FIRST_TIME = 24.0  # a first phase of its kind (loading, compiling) may take this many stalls
+
+
+class Halted(Exception):
+    """The job has ended: another rank failed, or all were asked to stop."""
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Why the job ended."""
+
+    kind: str  # "abort", or "done": everything was consumed or the run was asked to stop
+    rank: int
+    text: str
+
+
+class Health:
+    """The signs of life of one rank, and its ear for the end of the job."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        member: Member,
+        *,
+        silence: float,
+        stall: float,
+        advice: str = "",
+    ) -> None:
+        """`store` is this object's own client; no other thread may use it."""
+        self.member = member
+        self.members: list[Member] = [member]
+        self.halted = threading.Event()
+        self.halt: Halt | None = None
+        self.stop_requested = threading.Event()
+        self.stats: Callable[[], dict[str, Any]] = dict
+        self.beats: dict[int, dict[str, Any]] = {}
+        self._store, self._lock = store, threading.Lock()
+        self._silence, self._stall, self._advice = silence, stall, advice
+        self._phase, self._seq, self._since, self._first = "start", None, time.monotonic(), True
+        self._seen_phases: set[tuple[str, Any]] = set()
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._closing = threading.Event()
+        self._wakeup = self._listen_for_signals()
+        self._thread = threading.Thread(target=self._watch, name="health", daemon=True)
+
+    def start(self, members: list[Member]) -> None:
+        """Begin to watch; all members must have registered."""
+        self.members = members
+        self._thread.start()
+
+    # ---- what the main thread says of itself
+
+    def phase(self, name: str, seq: int | None = None, kind: Any = None) -> None:
+        """Note what the main thread does now. The first phase of a (name, kind) may be slow."""
+        self._first = (name, kind) not in self._seen_phases
+        self._seen_phases.add((name, kind))
+        self._phase, self._seq, self._since = name, seq, time.monotonic()
+
+    def check(self) -> None:
+        """Raise Halted if the job has ended."""
+        if self.halted.is_set():
+            raise Halted(self.halt.text if self.halt else "the job has ended")
+
+    def wait_key(self, store: dist.Store, key: str) -> bytes:
+        """The value of `key`, once it is set. Raises Halted when the job ends first."""
+        while True:
+            self.check()
+            try:
+                store.wait([key], timedelta(seconds=1))
+                return store.get(key)
+            except dist.DistStoreError as error:
+                if "timeout" not in str(error).lower():
+                    raise
+
+    def take(self, items: "queue.Queue[Any]") -> Any:
+        """The next item of a local queue. Raises Halted when the job ends first."""
+        while True:
+            self.check()
+            try:
+                return items.get(timeout=0.5)
+            except queue.Empty:
+                continue
+
+    def acquire(self, semaphore: threading.Semaphore) -> None:
+        """Acquire, or raise Halted when the job ends first."""
+        while not semaphore.acquire(timeout=0.5):
+            self.check()
+        self.check()
+
+    # ---- threads and failures
+
+    def thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        """Start a daemon thread whose failure is the job's failure."""
+
+        def run() -> None:
+            try:
+                work()
+            except Halted:
+                pass
+            except Exception as error:
+                self.fail(error)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    @contextmanager
+    def guard(self):
+        """Around a rank's main work: any failure inside is named and ends the job."""
+        try:
+            yield
+        except Halted:
+            raise
+        except Exception as error:
+            self.fail(error)
+            raise Halted(self.halt.text if self.halt else str(error)) from error
+
+    def fail(self, error: BaseException) -> None:
+        """End the job because of `error`, which arose on this rank."""
+        log.error("%s", "".join(traceback.format_exception(error)))
+        if is_echo(error) and self.halted.wait(ECHO):
+            return
+        seq = getattr(error, "seq", self._seq)
+        where = f", seq {seq}" if seq is not None else ""
+        self.abort(self.member, f"{self._phase}{where}: {type(error).__name__}: {error}")
+
+    def abort(self, culprit: Member, what: str) -> None:
+        """End the job with a cause; the first cause wins and is printed by the rank that set it."""
+        text = f"{culprit}: {' '.join(what.split())}{self._advice}"
+        self._set_halt(Halt("abort", culprit.rank, text))
+
+    def finish(self, text: str) -> None:
+        """End the job in good order: nothing more will be consumed."""
+        self._set_halt(Halt("done", self.member.rank, text))
+
+    def close(self) -> None:
+        """Stop watching; this rank leaves in good order."""
+        with self._lock:
+            self._store.set(f"left/{self.member.rank}", "1")
+        self._closing.set()
+        self._thread.join(timeout=5)
+
+    def _set_halt(self, halt: Halt) -> None:
+        mine = json.dumps(asdict(halt))
+        with self._lock:
+            try:
+                winner = self._store.compare_set("halt", "", mine).decode()
+            except Exception:  # the store is gone, so nobody else can be told or has told us
+                winner = mine
+        first = winner == mine and not self.halted.is_set()
+        self._hear_halt(winner)
+        if first and halt.kind == "abort":
+            print(f"dflashdist: {halt.text}", file=sys.stderr, flush=True)
+
+    def _hear_halt(self, value: str) -> None:
+        if self.halted.is_set():
+            return
+        self.halt = Halt(**json.loads(value))
+        log.info("the job ends: %s", self.halt.text)
+        self.halted.set()
+        if self.halt.kind == "abort":
+            threading.Thread(target=self._leave, name="leave", daemon=True).start()
+
+    def _leave(self) -> None:
+        """End the process if its main thread does not, and a frozen rank of this host."""
+        assert self.halt is not None
+        culprit = next((m for m in self.members if m.rank == self.halt.rank), None)
+        time.sleep(GRACE)
+        if culprit and culprit.pid != os.getpid() and culprit.machine == self.member.machine:
+            end_process(culprit.pid)
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        os._exit(1)
+
+    # ---- the watching thread
+
+    def _watch(self) -> None:
+        next_beat = 0.0
+        while not self._closing.wait(TICK):
+            try:
+                self._read_signals()
+                with self._lock:
+                    halted = self._store.check(["halt"])
+                    value = self._store.get("halt").decode() if halted else ""
+                if value:
+                    self._hear_halt(value)
+                if time.monotonic() >= next_beat and not self.halted.is_set():
+                    next_beat = time.monotonic() + BEAT
+                    self._beat()
+                    self._look_at_processes()
+                    self._look_at_beats()
+            except Exception as error:
+                if self._closing.is_set() or self.halted.is_set():
+                    return
+                self.fail(
+                    RuntimeError(f"lost the job's store (torchrun or rank 0 ended?): {error}")
+                )
+                return
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        beat = {
+            "phase": self._phase,
+            "seq": self._seq,
+            "age": round(now - self._since, 3),
+            "first": self._first,
+            "stats": self.stats(),
+            "count": now,
+        }
+        with self._lock:
+            self._store.set(f"beat/{self.member.rank}", json.dumps(beat))
+            if self.member.rank == 0 and self._store.check(["stop_request"]):
+                self.stop_requested.set()
+
+    def _look_at_processes(self) -> None:
+        for member in self.members:
+            if member.machine != self.member.machine or member.rank == self.member.rank:
+                continue
+            if not is_alive(member.pid):
+                with self._lock:
+                    left = self._store.check([f"left/{member.rank}"])
+                if not left and not self.halted.is_set():
+                    beat = self.beats.get(member.rank, {})
+                    last = f", last seen in {beat['phase']}, seq {beat['seq']}" if beat else ""
+                    self.abort(
+                        member,
+                        f"process {member.pid} ended without a word (killed? out of memory?){last}",
+                    )
+
+    def _look_at_beats(self) -> None:
+        everyone = self.member.rank == 0
+        now = time.monotonic()
+        for member in self.members if everyone else self.members[:1]:
+            if member.rank == self.member.rank:
+                self._judge(member, {"age": now - self._since, "first": self._first}, 0.0)
+                continue
+            with self._lock:
+                if not self._store.check([f"beat/{member.rank}"]):
+                    continue
+                value = self._store.get(f"beat/{member.rank}")
+                left = self._store.check([f"left/{member.rank}"])
+            if left:
+                continue
+            previous, since = self._heard.get(member.rank, (b"", now))
+            if value != previous:
+                self._heard[member.rank] = (value, now)
+                since = now
+            self.beats[member.rank] = json.loads(value)
+            self._judge(member, self.beats[member.rank], now - since)
+
+    def _judge(self, member: Member, beat: dict[str, Any], silent: float) -> None:
+        """A silent rank is lost. One in the same phase for too long is stuck, unless it waits:
+        those who wait for it are in their phase as long, and are not to blame."""
+        if member.rank == self.member.rank:
+            beat = beat | {"phase": self._phase, "seq": self._seq}
+        where = f"{beat['phase']}, seq {beat['seq']}"
+        if silent > self._silence:
+            self.abort(member, f"no sign of life for {silent:.0f} s (frozen?); last in {where}")
+        waits = str(beat["phase"]).startswith("wait")
+        limit = self._stall * (FIRST_TIME if beat["first"] or waits else 1.0)
+        if beat["age"] + silent > limit:
+            self.abort(
+                member,
+                f"stuck for {beat['age'] + silent:.0f} s in {where} "
+                "(pipeline.stall_seconds, if such a wait is expected)",
+            )
+
+    # ---- signals
+
+    def _listen_for_signals(self) -> int | None:
+        """SIGTERM and SIGINT ask the job to stop at the next step. A Python handler cannot run
+        while the main thread is inside C++, so the watching thread reads the wake-up descriptor."""
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        return read
+
+    def _read_signals(self) -> None:
+        if self._wakeup is None:
+            return
+        try:
+            received = os.read(self._wakeup, 64)
+        except BlockingIOError:
+            return
+        asked = [number for number in received if number in (signal.SIGTERM, signal.SIGINT)]
+        if not asked:
+            return
+        if self.stop_requested.is_set() and signal.SIGINT in asked:
+            os._exit(130)
+        log.info("asked to stop by signal %s", asked)
+        self.stop_requested.set()
+        with self._lock:
+            self._store.set("stop_request", "1")
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
+        return True
+    text = str(error)
+    signs = (
+        "Connection closed", "Connection reset", "Connection refused", "Broken pipe",
+        "Socket closed", "pair closure", "unhandled system error", "remote process",
+    )  # fmt: skip
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this host runs; one that ended and was not yet reaped does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        if os.path.isdir("/proc/self"):
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def end_process(pid: int) -> None:
+    """Kill a process of this job that does not answer any more, if it still runs."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

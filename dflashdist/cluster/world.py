@@ -1,0 +1,201 @@
+"""The job as one rank sees it: its number, its device, the store, and the process groups.
+
+Store keys live under a prefix of run id and attempt, so a restarted job never reads the keys, or
+the dead addresses, of its former life. Groups are made by all ranks in the same order:
+`control` (gloo, all ranks), `data` (all ranks; hidden states), `drafters` (DDP and step sums).
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dflashdist.cluster.health import Health
+from dflashdist.cluster.roles import COLOCATED, Member, Roles
+from dflashdist.config import InputError, PipelineConfig
+
+log = logging.getLogger(__name__)
+
+GROUP_TIMEOUT = timedelta(hours=12)  # waits are bounded by Health, not by the groups
+JOIN_SECONDS = 300.0  # for all ranks to appear
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher says of this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @classmethod
+    def from_environment(cls) -> "Place":
+        """The place that torchrun put this process in; alone when there was no launcher."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if "RANK" not in os.environ:
+            return cls()
+        return cls(
+            *(
+                int(os.environ.get(name, fallback))
+                for name, fallback in zip(names, "0101", strict=True)
+            )
+        )
+
+
+def choose_device(wanted: str, place: Place) -> torch.device:
+    """The device of this rank. Raises InputError if CUDA is asked for and absent."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise InputError("train.device=cuda: torch sees no CUDA device; set it to cpu, or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+class World:
+    """The store, the groups and the health of this rank."""
+
+    def __init__(
+        self,
+        place: Place,
+        roles: Roles,
+        device: torch.device,
+        pipeline: PipelineConfig,
+        *,
+        advice: str = "",
+    ) -> None:
+        """Join the job: register, wait for all ranks, make the groups."""
+        self.place, self.roles, self.device = place, roles, device
+        self.rank, self.role = place.rank, roles.role(place.rank)
+        self.member = Member(
+            self.rank, self.role, socket.gethostname(), str(device), os.getpid(), machine_id()
+        )
+        self._hosts_store = False
+        self._root = self._open_store()
+        self.store = self.prefixed(self._root)
+        self.health = Health(
+            self.clone_store(),
+            self.member,
+            silence=pipeline.silence_seconds,
+            stall=pipeline.stall_seconds,
+            advice=advice,
+        )
+        self.members = [
+            Member(**json.loads(text))
+            for text in self.exchange("member", json.dumps(asdict(self.member)))
+        ]
+        self.health.start(self.members)
+        if place.local_world_size == place.world_size:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: listen to nobody else
+        self.health.phase("joining the process groups")
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("group", self.clone_store()),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=GROUP_TIMEOUT,
+        )
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self.data: dist.ProcessGroup | None = None
+        if roles.layout != COLOCATED:
+            self.data = new_group(range(place.world_size), backend)
+        self.drafters = new_group(roles.drafter_ranks, backend)
+
+    def _open_store(self) -> dist.Store:
+        if self.place.world_size == 1:
+            return dist.HashStore()  # nobody else: nothing listens
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._hosts_store = self.rank == 0 and not agent
+        return dist.TCPStore(
+            host, port, is_master=self._hosts_store, wait_for_workers=False,
+            timeout=timedelta(seconds=JOIN_SECONDS),
+        )  # fmt: skip
+
+    def prefixed(self, store: dist.Store) -> dist.Store:
+        run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"dflashdist/{run}/attempt_{attempt}", store)
+
+    def clone_store(self) -> dist.Store:
+        """A client of its own for a thread: clients are safe to share but wait for each other."""
+        if isinstance(self._root, dist.HashStore):
+            return self.store  # within one process, without a connection
+        assert isinstance(self._root, dist.TCPStore)
+        return self.prefixed(self._root.clone())  # pyright: ignore[reportAttributeAccessIssue]
+
+    def exchange(self, name: str, mine: str) -> list[str]:
+        """What every rank says of `name`, in rank order. All ranks must call it.
+
+        Raises InputError naming the ranks that did not answer within JOIN_SECONDS.
+        """
+        self.store.set(f"{name}/{self.rank}", mine)
+        deadline = time.monotonic() + JOIN_SECONDS
+        pause = 0.002
+        while True:
+            missing = [
+                rank
+                for rank in range(self.place.world_size)
+                if not self.store.check([f"{name}/{rank}"])
+            ]
+            if not missing:
+                break
+            self.health.check()
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"ranks {missing} did not join within {JOIN_SECONDS:.0f} s ({name})"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)
+        return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.place.world_size)]
+
+    def agree(self, facts: dict[str, str]) -> None:
+        """Hold that all ranks have the same facts. Raises InputError naming what differs."""
+        answers = [json.loads(text) for text in self.exchange("facts", json.dumps(facts))]
+        for rank, theirs in enumerate(answers):
+            differing = [name for name in facts if theirs.get(name) != answers[0].get(name)]
+            if differing:
+                name = differing[0]
+                raise InputError(
+                    f"rank {rank} on {self.members[rank].host} has another {name} than rank 0: "
+                    f"{theirs.get(name)} against {answers[0].get(name)}: same files on all hosts?"
+                )
+
+    def close(self) -> None:
+        """Leave in good order; who hosts the store leaves last."""
+        self.health.close()
+        if self._hosts_store:
+            others = [f"left/{rank}" for rank in range(1, self.place.world_size)]
+            deadline = time.monotonic() + 30
+            while not all_set(self.store, others) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def new_group(ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
+    """A group of `ranks`; all ranks call it, members or not (they get a stand-in)."""
+    group = dist.new_group(list(ranks), GROUP_TIMEOUT, backend)
+    return group  # pyright: ignore[reportReturnType]
+
+
+def all_set(store: dist.Store, keys: Iterable[str]) -> bool:
+    return all(store.check([key]) for key in keys)
+
+
+def machine_id() -> str:
+    """What tells machines and containers apart: where a process id means something."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,151 @@
+"""What every rank of a training job knows before it joins, refused here when it cannot work.
+
+Reads the configuration, the token store's index, the target's config.json and the checkpoint's
+facts; no weight of any model, and no other rank.
+"""
+
+import json
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dflashdist
+from dflashdist.cluster.roles import Roles, assign_roles
+from dflashdist.cluster.transport import MessageSpec
+from dflashdist.cluster.world import Place
+from dflashdist.config import Config, InputError, dump_config, queue_depth
+from dflashdist.data.shards import TokenStore
+from dflashdist.model.shape import DrafterShape, read_target_config
+from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.train.checkpoint import Checkpoints, check_facts, read_facts
+from dflashdist.train.sources import Rows
+
+
+class Blueprint:
+    """What every rank knows before it joins; the same on all of them. Raises InputError."""
+
+    def __init__(self, config: Config, place: Place) -> None:
+        if not config.data.store:
+            raise InputError(
+                "data.store is not set: name the folder that `dflashdist prepare` wrote"
+            )
+        if not config.target.path:
+            raise InputError("target.path is not set: name the frozen model's folder or hub name")
+        self.config, self.place = config, place
+        self.roles: Roles = assign_roles(
+            config.roles, config.target.tensor_parallel, place.world_size
+        )
+        self.store = TokenStore.open(config.data.store)
+        longest = int(self.store.lengths.max())
+        if longest > config.data.max_length:
+            raise InputError(
+                f"data.max_length={config.data.max_length}: {config.data.store} has rows of up to "
+                f"{longest} tokens; prepare it again with this length, or raise it"
+            )
+        self.shape = DrafterShape.from_target(
+            read_target_config(config.target.path, config.target.revision),
+            self.store.meta["vocab_size"],
+            config.drafter,
+        )
+        self.plan = Plan(
+            self.store.lengths,
+            self.store.supervised,
+            config.schedule,
+            num_anchors=config.drafter.num_anchors,
+            block_size=config.drafter.block_size,
+            seed=config.seed,
+        )
+        self.steps = Steps(
+            self.plan,
+            num_drafters=self.roles.num_drafters,
+            accumulation=config.train.accumulation_steps,
+            num_steps=config.train.max_steps,
+            epochs=config.train.epochs,
+        )
+        self.depth = queue_depth(config.pipeline, self.steps.window)
+        self.rows = Rows(self.store, self.plan, self.store.meta["pad_id"])
+        self.folder = Path(config.run.dir)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
+        self.resume = self.checkpoints.choose(config.train.resume)
+        self.saved: dict[str, Any] = {}
+        if self.resume:
+            self.saved = read_facts(self.resume)
+            check_facts(self.saved, self.facts(), self.resume)
+        self.first_step: int = self.saved.get("step", 0)
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint records, and what resuming holds it to."""
+        return {
+            "fingerprint": self.plan.fingerprint,
+            "fingerprint_parts": self.plan.fingerprint_parts,
+            "store_fingerprint": self.store.fingerprint,
+            "window": self.steps.window,
+            "drafter": json.loads(json.dumps(asdict(self.shape))),
+            "seed": self.config.seed,
+        }
+
+    def agreement(self) -> dict[str, str]:
+        """What must be alike on all ranks."""
+        return {
+            "dflashdist version": dflashdist.__version__,
+            "plan fingerprint": self.plan.fingerprint,
+            "token store": self.store.fingerprint,
+            "configuration": dump_config(self.config),
+            "checkpoint to resume from": str(self.first_step),
+        }
+
+    def spec_of(self, seq: int, dtype: torch.dtype) -> MessageSpec:
+        """The message of a micro-batch, known from the plan alone."""
+        tokens = self.plan.micro_batch(seq).num_tokens
+        return MessageSpec(seq, tokens, self.shape.num_features, self.shape.hidden_size, dtype)
+
+    def num_messages(self, drafter: int) -> int:
+        """How many micro-batches this drafter trains on from here to the end of the run."""
+        last = self.steps.num_steps - 1
+        full = max(0, last - self.first_step) * self.steps.accumulation
+        return full + (len(self.steps.slots(last)[drafter]) if self.first_step <= last else 0)
+
+    @property
+    def anchors_per_window(self) -> float:
+        """Planned anchors of a step, over all drafters; the same for any D with W held."""
+        anchors = float(self.plan.epoch(0).num_anchors.mean())
+        return anchors * self.steps.window
+
+    def bucket_of(self, seq: int) -> int:
+        return self.plan.micro_batch(seq).bucket
+
+    @property
+    def first_seq(self) -> int:
+        return self.first_step * self.steps.window
+
+
+def target_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The target's dtype, and so that of the hidden states: auto is bfloat16 on CUDA."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def check_tokenizer(blueprint: Blueprint) -> None:
+    """Hold that the store was made with the target's own tokenizer. Raises InputError."""
+    from dflashdist.data.chat import ChatTokenizer
+
+    config = blueprint.config
+    assert config.target.path is not None
+    chat = ChatTokenizer.load(config.target.path, config.target.revision)
+    if chat.fingerprint != blueprint.store.meta["tokenizer_fingerprint"]:
+        raise InputError(
+            f"{config.data.store}: made with another tokenizer or chat template (of "
+            f"{blueprint.store.meta['target']}) than {config.target.path} has; prepare anew with "
+            f"--target {config.target.path}"
+        )
+
+
+def versions() -> dict[str, str]:
+    """What ran, for checkpoints and the run folder."""
+    names = ("dflashdist", "torch", "transformers", "numpy", "safetensors")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}

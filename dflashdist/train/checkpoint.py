@@ -1,0 +1,155 @@
+"""Checkpoints: a loadable drafter folder beside the state that continues training exactly.
+
+    checkpoints/step_00001000/
+      config.json, model.safetensors   the drafter, in `checkpoint.dtype`: what serving engines load
+      trainer/weights.safetensors      the same in float32
+      trainer/optimizer.pt             AdamW's state, read back with weights_only
+      trainer/state.json               step, cursor, plan fingerprint, seed, config, versions
+
+Written aside, synced to disk, renamed: what carries the name is complete.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflashdist.config import CheckpointConfig, InputError
+from dflashdist.model.drafter import Drafter, save_drafter
+
+NAME = re.compile(r"step_(\d{8,})")
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+        self.folder, self._config = folder, config
+
+    def steps(self) -> dict[int, Path]:
+        """The complete checkpoints, by step, ascending."""
+        if not self.folder.is_dir():
+            return {}
+        found = {
+            int(match[1]): path
+            for path in self.folder.iterdir()
+            if (match := NAME.fullmatch(path.name)) and (path / "trainer/state.json").is_file()
+        }
+        return dict(sorted(found.items()))
+
+    def choose(self, resume: str) -> Path | None:
+        """The checkpoint that `train.resume` means; None starts anew.
+
+        Raises InputError where a named one is not there, or where `none` would mix two runs.
+        """
+        steps = self.steps()
+        if resume == "auto":
+            return list(steps.values())[-1] if steps else None
+        if resume == "none":
+            if steps:
+                raise InputError(
+                    f"train.resume=none: {self.folder} holds {len(steps)} checkpoints of another "
+                    "run; take another run.dir, delete them, or use train.resume=auto"
+                )
+            return None
+        path = Path(resume)
+        if not (path / "trainer/state.json").is_file():
+            raise InputError(f"train.resume={resume}: no complete checkpoint (trainer/state.json)")
+        return path
+
+    def save(
+        self,
+        step: int,
+        drafter: Drafter,
+        optimizer: torch.optim.Optimizer,
+        facts: dict[str, Any],
+    ) -> Path:
+        """Write the checkpoint of `step`, then drop the ones that need not be kept."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        place = self.folder / f"step_{step:08d}"
+        aside = self.folder / f".{place.name}.partial"
+        shutil.rmtree(aside, ignore_errors=True)
+        (aside / "trainer").mkdir(parents=True)
+        save_drafter(aside, drafter, self._config.dtype)
+        weights = {
+            name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+            for name, tensor in drafter.state_dict().items()
+        }
+        save_file(weights, aside / "trainer/weights.safetensors", metadata={"format": "pt"})
+        torch.save(optimizer.state_dict(), aside / "trainer/optimizer.pt")
+        (aside / "trainer/state.json").write_text(json.dumps(facts | {"step": step}, indent=1))
+        for path in [*aside.rglob("*"), aside]:
+            sync(path)
+        if place.exists():  # a resumed run that passes this step again
+            shutil.rmtree(place)
+        os.rename(aside, place)
+        sync(self.folder)
+        self.prune()
+        return place
+
+    def prune(self) -> None:
+        """Keep the last n and every m-th, and remove what a killed run left unfinished."""
+        steps = self.steps()
+        every = self._config.keep_every
+        for step in list(steps)[: -self._config.keep_last]:
+            if step and not (every and step % every == 0):
+                shutil.rmtree(steps[step])
+        for path in self.folder.glob(".step_*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def read_facts(checkpoint: Path) -> dict[str, Any]:
+    """trainer/state.json of a checkpoint. Raises InputError if it cannot be read."""
+    file = checkpoint / "trainer/state.json"
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: not a checkpoint's state ({error})") from error
+
+
+def check_facts(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
+    """Refuse to continue with another plan, data, window or drafter. Raises InputError."""
+    if saved["fingerprint"] != now["fingerprint"]:
+        before, after = saved["fingerprint_parts"], now["fingerprint_parts"]
+        differing = [
+            f"{name} {before.get(name)} -> {after.get(name)}"
+            for name in sorted({*before, *after})
+            if before.get(name) != after.get(name)
+        ]
+        raise InputError(
+            f"{checkpoint}: made with another plan ({'; '.join(differing)}); restore what differs, "
+            "or start anew in another run.dir"
+        )
+    for name, fix in (
+        ("store_fingerprint", "point data.store at the store it was made with"),
+        ("window", "keep drafters x train.accumulation_steps"),
+        ("drafter", "restore the drafter section"),
+    ):
+        if saved[name] != now[name]:
+            raise InputError(f"{checkpoint}: {name} was {saved[name]} and is {now[name]}; {fix}")
+
+
+def load_training(
+    checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    """Restore float32 weights and optimizer state, exactly."""
+    drafter.load_state_dict(
+        load_file(checkpoint / "trainer/weights.safetensors", device=str(device))
+    )
+    optimizer.load_state_dict(
+        torch.load(checkpoint / "trainer/optimizer.pt", map_location=device, weights_only=True)
+    )
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,162 @@
+"""The drafter's loop: micro-batches by seq, one backward each, one optimizer step per W of them.
+
+The gradient of a step is that of one big batch: losses are summed, gradients are summed over the
+step's micro-batches and drafters, and divided by the step's sum of weights. DDP averages over D, so
+the factor is c x D / G, with c the constant that losses were divided by before the backward pass.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dflashdist.cluster.health import Health
+from dflashdist.config import OptimConfig
+from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.train.metrics import Clock, StepSums
+from dflashdist.train.optim import learning_rate, scale_and_clip
+from dflashdist.train.sources import Source
+
+log = logging.getLogger(__name__)
+
+
+class RunFailed(RuntimeError):
+    """Training cannot go on; the message says why and what to do."""
+
+
+@dataclass
+class TrainState:
+    """What a checkpoint holds beside tensors. `step` steps are done; the cursor is step x W."""
+
+    step: int = 0
+    skipped: int = 0  # steps without an update, in all
+    bad_in_a_row: int = 0
+
+
+@dataclass
+class Job:
+    """Everything that the loop needs, put together once by train/run.py."""
+
+    model: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    source: Source
+    plan: Plan
+    steps: Steps
+    drafter: int  # this rank's index among the drafters
+    group: dist.ProcessGroup
+    device: torch.device
+    health: Health
+    block_size: int
+    empty_batch: Callable[[], Any]  # a batch without a supervised slot
+    optim: OptimConfig
+    loss_scale: float
+    max_bad_steps: int
+    autocast: bool = False
+    on_slot: Callable[[int, int], None] = lambda step, seq: None
+    on_reduced: Callable[[], None] = lambda: None
+    clock: Clock = field(default_factory=Clock)
+
+
+AfterStep = Callable[[Job, TrainState, StepSums, float, float], bool]
+
+
+def train(job: Job, state: TrainState, after_step: AfterStep) -> None:
+    """Run steps until the end of the plan, or until `after_step` says that all ranks stop.
+
+    `after_step` gets the job, the state, the reduced sums, the learning rate and the gradient norm.
+    """
+    warm_up(job)
+    for step in range(state.step, job.steps.num_steps):
+        sums = StepSums(job.block_size, job.steps.seqs(step), job.device)
+        slots = job.steps.slots(step)[job.drafter]
+        for seq in slots:  # my micro-batches, in seq order
+            job.health.phase("wait for hidden states", seq)
+            with job.clock.waiting():
+                batch = job.source.hidden_states(seq)  # blocks until that very one is here
+            job.on_slot(step, seq)
+            micro_batch = job.plan.micro_batch(seq)
+            job.health.phase("train", seq, micro_batch.bucket)
+            sums.add(micro_batch, forward_backward(job, batch, is_last=seq == slots[-1]))
+            del batch
+            job.source.consumed()
+        if not slots:  # a partial last step: others have micro-batches, and DDP needs everybody
+            forward_backward(job, job.empty_batch(), is_last=True)
+        reduce_sums(job, sums)
+        rate, norm = update(job, state, sums)
+        if after_step(job, state, sums, rate, norm):
+            return
+
+
+def warm_up(job: Job) -> None:
+    """One backward pass without loss, so that DDP lays out its buckets before the first real step:
+    a resumed run then adds up gradients in the same order, to the bit, as an unbroken one."""
+    job.health.phase("warm up")
+    forward_backward(job, job.empty_batch(), is_last=True)
+    job.optimizer.zero_grad(set_to_none=True)
+    job.clock.restart()
+
+
+def forward_backward(job: Job, batch: Any, is_last: bool) -> Tensor:
+    """Add the batch's gradients to the step's; the last one all-reduces them. Returns its sums."""
+    with nullcontext() if is_last else job.model.no_sync():
+        with torch.autocast(job.device.type, torch.bfloat16, enabled=job.autocast):
+            loss_sum, sums = job.model(batch)
+        (loss_sum / job.loss_scale).backward()
+    if is_last:
+        job.on_reduced()
+    return sums
+
+
+def reduce_sums(job: Job, sums: StepSums) -> None:
+    """One all-reduce of the step's sums; with them, whether anybody was asked to stop."""
+    job.health.phase("wait for the other drafters", sums.seqs.stop - 1)
+    sums.add_extra("stop", float(job.health.stop_requested.is_set()))
+    spent = job.clock.reading()
+    for name, seconds in spent.items():
+        sums.add_extra(name, seconds)
+    job.clock.restart()
+    with job.clock.transferring():
+        sums.all_reduce(job.group)
+
+
+def update(job: Job, state: TrainState, sums: StepSums) -> tuple[float, float]:
+    """Scale, clip and apply the gradient, or drop it: the same decision on every drafter, as it
+    comes from reduced values. Returns the learning rate and the gradient's norm before clipping.
+
+    Raises RunFailed after `max_bad_steps` dropped ones in a row.
+    """
+    rate = learning_rate(job.optim, state.step, job.steps.num_steps)
+    bad, reason, norm = sums.not_finite(), "", math.nan
+    if bad:
+        reason = f"the loss is not finite in seq {', '.join(map(str, bad))}"
+    elif sums.loss.weight == 0:
+        reason = f"no supervised slot in seqs {sums.seqs.start} to {sums.seqs.stop - 1}"
+    else:
+        scale = job.loss_scale * job.steps.num_drafters / sums.loss.weight
+        norm = scale_and_clip(job.model, scale, job.optim.max_grad_norm)
+        if not math.isfinite(norm):
+            reason = f"the gradient is not finite in seqs {sums.seqs.start} to {sums.seqs.stop - 1}"
+    state.step += 1
+    if reason:
+        state.skipped += 1
+        state.bad_in_a_row += 1
+        log.warning("step %d skipped: %s", state.step, reason)
+        if state.bad_in_a_row >= job.max_bad_steps:
+            raise RunFailed(
+                f"{state.bad_in_a_row} steps in a row were skipped (train.max_bad_steps="
+                f"{job.max_bad_steps}); the last, step {state.step}: {reason}"
+            )
+    else:
+        state.bad_in_a_row = 0
+        for group in job.optimizer.param_groups:
+            group["lr"] = rate
+        job.optimizer.step()
+    job.optimizer.zero_grad(set_to_none=True)
+    return rate, norm

@@ -1,0 +1,83 @@
+"""One rank of a training job, from the command line to the end: check, join, work, leave."""
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from dflashdist.cluster.roles import DRAFTER, roles_table
+from dflashdist.cluster.trace import Trace
+from dflashdist.cluster.world import Place, World, choose_device
+from dflashdist.config import Config, dump_config
+from dflashdist.train.blueprint import Blueprint, check_tokenizer, versions
+
+
+def train_rank(config: Config) -> None:
+    """Run this rank of the job to its end.
+
+    Raises InputError for what is refused, Halted when the job was ended by a failure.
+    """
+    place = Place.from_environment()
+    blueprint = Blueprint(config, place)
+    if place.rank == 0:
+        check_tokenizer(blueprint)
+    device = choose_device(config.train.device, place)
+    (blueprint.folder / "logs").mkdir(parents=True, exist_ok=True)
+    open_log(blueprint.folder / "logs", place.rank)
+    advice = f"; details in {blueprint.folder}/logs/, the same command resumes"
+    world = World(place, blueprint.roles, device, config.pipeline, advice=advice)
+    with world.health.guard():
+        world.agree(blueprint.agreement())
+        if place.rank == 0:
+            announce(blueprint, world)
+        path = blueprint.folder / "logs" / f"trace_rank{place.rank}.jsonl"
+        trace = Trace(path if config.pipeline.trace else None)
+        trace("start", step=blueprint.first_step)
+        if world.role == DRAFTER:
+            from dflashdist.train.drafter_rank import run_drafter_rank
+
+            run_drafter_rank(blueprint, world, trace)
+        else:  # imports transformers, which drafters never need
+            from dflashdist.train.target_rank import run_target_rank
+
+            run_target_rank(blueprint, world, trace)
+    world.close()
+
+
+def announce(blueprint: Blueprint, world: World) -> None:
+    """Rank 0 says who does what, and writes the resolved configuration and the plan's facts."""
+    steps, plan = blueprint.steps, blueprint.plan
+    print(roles_table(world.members))
+    print(
+        f"{plan.num_rows:,} rows, {plan.micro_batches_per_epoch:,} micro-batches an epoch in "
+        f"{plan.num_buckets} buckets; {steps.num_steps:,} steps of {steps.window} "
+        f"({steps.num_drafters} drafters x {steps.accumulation}); plan {plan.fingerprint[:12]}"
+    )
+    if blueprint.resume:
+        print(f"resuming after step {blueprint.first_step} from {blueprint.resume}")
+    print(f"run folder {blueprint.folder}", flush=True)
+    (blueprint.folder / "config.yaml").write_text(dump_config(blueprint.config))
+    facts = blueprint.facts() | {
+        "members": [asdict(member) for member in world.members],
+        "micro_batches_per_epoch": plan.micro_batches_per_epoch,
+        "num_steps": steps.num_steps,
+        "versions": versions(),
+    }
+    (blueprint.folder / "plan.json").write_text(json.dumps(facts, indent=1))
+
+
+def open_log(folder: Path, rank: int) -> None:
+    """All of this rank's log in a file; warnings of rank 0 on the console too."""
+    form = logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
+    handlers: list[logging.Handler] = [logging.FileHandler(folder / f"rank{rank}.log")]
+    if rank == 0:
+        console = logging.StreamHandler()
+        console.setLevel(logging.WARNING)
+        handlers.append(console)
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    for handler in handlers:
+        handler.setFormatter(form)
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
