@@ -1,0 +1,219 @@
+"""The plan in numbers: what a run will do, measured on the plan itself before anything is started.
+
+Everything but the steps is measured over the whole first epoch, in integers; nothing is quoted.
+A file of row lengths is enough for it, so that one can plan before preparing.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflashdist.config import InputError
+from dflashdist.schedule.order import deviation_bound, max_gaps, share_deviation
+from dflashdist.schedule.plan import Epoch, Plan, Steps
+
+MESSAGE_HEADER_BYTES = 64  # beside a micro-batch's hidden states
+MAX_MEASURED_STEPS = 2000
+
+
+def read_lengths(path: str | Path, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row lengths and supervised counts, int64 [N] each, of an integer .npy file [N] or [2, N].
+
+    [2, N] holds lengths, then supervised tokens a row; of [N] every token counts as supervised.
+    Rows over `max_length` tokens count as cut to it, and their supervised tokens likewise.
+    Raises InputError naming the file and the fix.
+    """
+    expected = "an integer .npy array [N] of lengths, or [2, N] with the supervised counts"
+    try:
+        table = np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise InputError(
+            f"data.lengths={path}: {error.strerror or error}; give {expected}"
+        ) from error
+    except (ValueError, EOFError) as error:
+        raise InputError(
+            f"data.lengths={path}: not a readable .npy file; give {expected}"
+        ) from error
+    if not isinstance(table, np.ndarray):
+        table.close()
+        raise InputError(f"data.lengths={path}: an archive of arrays; give {expected}")
+    if not np.issubdtype(table.dtype, np.integer):
+        raise InputError(f"data.lengths={path}: dtype {table.dtype}; give {expected}")
+    if table.size == 0 or not (table.ndim == 1 or (table.ndim == 2 and len(table) == 2)):
+        raise InputError(f"data.lengths={path}: shape {list(table.shape)}; give {expected}")
+    lengths, supervised = (table, table) if table.ndim == 1 else table
+    for wrong, what, fix in (
+        (lengths < 1, "a length of", "lengths are at least 1: drop such rows"),
+        (supervised < 0, "a supervised count of", "counts are at least 0"),
+        (supervised > lengths, "a supervised count of", "it must not exceed the row's length"),
+    ):
+        if wrong.any():
+            row = int(wrong.argmax())
+            value = (lengths if what == "a length of" else supervised)[row]
+            raise InputError(f"data.lengths={path}: row {row} has {what} {value}; {fix}")
+    return (
+        np.minimum(lengths, max_length).astype(np.int64),
+        np.minimum(supervised, max_length).astype(np.int64),
+    )
+
+
+def plan_report(
+    plan: Plan,
+    steps: Steps,
+    *,
+    queue_depth: int,
+    num_features: int,
+    hidden_size: int | None,
+    bytes_per_value: int,
+) -> dict[str, Any]:
+    """The plan's numbers, ready for JSON; `print_report` shows them to a person.
+
+    queue_depth: micro-batches that may be published and unconsumed. num_features: tapped layers.
+    hidden_size: None where the target is unknown, which leaves the byte counts None. Shares, gaps
+    and padding are those of the first epoch; step_imbalance and wasted_fraction those of its steps,
+    the first 2,000 at most. max_gap takes the epoch as a ring. queue_bytes is the most that
+    `queue_depth` consecutive messages hold, an exact window over the epoch as a ring;
+    queue_bytes_bound is queue_depth times the largest message, which holds in any order.
+    """
+    epoch = plan.epoch(0)
+    padded, real = int(epoch.padded_tokens.sum()), int(epoch.num_tokens.sum())
+    deviation = share_deviation(epoch.bucket, plan.micro_batches_per_bucket)
+    num_rows = epoch.stop - epoch.start
+    return {
+        "num_rows": plan.num_rows,
+        "num_buckets": plan.num_buckets,
+        "bucket_edges": list(plan.edges),
+        "rows_per_bucket": list(plan.rows_per_bucket),
+        "micro_batches_per_bucket": list(plan.micro_batches_per_bucket),
+        "max_gap": max_gaps(epoch.bucket, plan.num_buckets),
+        "micro_batches_per_epoch": plan.micro_batches_per_epoch,
+        "num_tokens": real,
+        "padded_tokens": padded,
+        "padding_efficiency": real / padded,
+        "num_anchors": int(epoch.num_anchors.sum()),
+        "max_micro_batch": {
+            "rows": int(num_rows.max()),
+            "padded_tokens": int(epoch.padded_tokens.max()),
+            "num_tokens": int(epoch.num_tokens.max()),
+            "num_anchors": int(epoch.num_anchors.max()),
+        },
+        "max_share_deviation": float(deviation),
+        "share_deviation_bound": float(deviation_bound(plan.num_buckets)),
+        "num_drafters": steps.num_drafters,
+        "accumulation_steps": steps.accumulation,
+        "micro_batches_per_step": steps.window,
+        "steps": steps.num_steps,
+        "epochs": steps.end / plan.micro_batches_per_epoch,
+        **_balance(steps),
+        **_memory(epoch, queue_depth, num_features, hidden_size, bytes_per_value),
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def _balance(steps: Steps) -> dict[str, Any]:
+    """How even the drafters' loads are, and what share of their time is padding and waiting.
+
+    step_imbalance: the mean over steps of max / mean planned cost of a drafter. wasted_fraction:
+    1 - real work / (drafters x slowest drafter), both summed over the steps; real work is a
+    micro-batch's cost without its padding.
+    """
+    plan = steps.plan
+    in_epoch = max(1, plan.micro_batches_per_epoch // steps.window)
+    measured = min(steps.num_steps, in_epoch, MAX_MEASURED_STEPS)
+    imbalance, slowest, real_work = 0.0, 0, 0
+    for step in range(measured):
+        seqs = steps.seqs(step)
+        costs = plan.column("cost", seqs).tolist()
+        padding = plan.column("padded_tokens", seqs) - plan.column("num_tokens", seqs)
+        loads = [sum(costs[seq - seqs.start] for seq in slot) for slot in steps.slots(step)]
+        imbalance += max(loads) * steps.num_drafters / sum(loads)
+        slowest += max(loads)
+        real_work += sum(costs) - int(padding.sum())
+    return {
+        "measured_steps": measured,
+        "step_imbalance": imbalance / measured,
+        "wasted_fraction": 1 - real_work / (steps.num_drafters * slowest),
+    }
+
+
+def _memory(
+    epoch: Epoch, depth: int, num_features: int, hidden_size: int | None, bytes_per_value: int
+) -> dict[str, Any]:
+    keys = ("max_message_bytes", "mean_message_bytes", "queue_bytes", "queue_bytes_bound")
+    if hidden_size is None:
+        return {"queue_depth": depth} | dict.fromkeys(keys)
+    token_bytes = num_features * hidden_size * bytes_per_value
+    messages = epoch.num_tokens * token_bytes + MESSAGE_HEADER_BYTES
+    largest = int(messages.max())
+    values = (largest, float(messages.mean()), _max_window(messages, depth), depth * largest)
+    return {"queue_depth": depth} | dict(zip(keys, values, strict=True))
+
+
+def _max_window(values: np.ndarray, width: int) -> int:
+    """The largest sum of `width` consecutive values of a ring, which it may go round many times."""
+    rounds, rest = divmod(width, len(values))
+    sums = np.concatenate([[0], np.cumsum(np.concatenate([values, values[:rest]]))])
+    return rounds * int(values.sum()) + int((sums[rest:] - sums[: len(sums) - rest]).max())
+
+
+def print_report(report: dict[str, Any]) -> str:
+    """The report as text: the buckets as a table, then the totals."""
+    micro_batches = report["micro_batches_per_epoch"]
+    lines = [f"{'edge':>8} {'rows':>12} {'micro-batches':>14} {'share':>7} {'max gap':>8}"]
+    columns = ("bucket_edges", "rows_per_bucket", "micro_batches_per_bucket", "max_gap")
+    for edge, rows, count, gap in zip(*(report[name] for name in columns), strict=True):
+        share = count / micro_batches
+        lines.append(f"{edge:>8} {rows:>12,} {count:>14,} {share:>7.1%} {gap:>8,}")
+    lines += ["", *(f"{name:<26} {value}" for name, value in _totals(report))]
+    return "\n".join(lines)
+
+
+def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
+    largest = report["max_micro_batch"]
+    drafters, each = report["num_drafters"], report["accumulation_steps"]
+    queue = "unknown: target.path gives no hidden size"
+    if report["queue_bytes"] is not None:
+        queue = (
+            f"{_size(report['queue_bytes'])} for {report['queue_depth']} micro-batches, "
+            f"never over {_size(report['queue_bytes_bound'])}"
+        )
+    message = "unknown"
+    if report["max_message_bytes"] is not None:
+        mean = _size(report["mean_message_bytes"])
+        message = f"{_size(report['max_message_bytes'])} at most, {mean} on average"
+    return [
+        ("rows", f"{report['num_rows']:,}"),
+        ("tokens", f"{report['num_tokens']:,} real, {report['padded_tokens']:,} padded"),
+        ("padding efficiency", f"{report['padding_efficiency']:.4f}"),
+        ("anchors", f"{report['num_anchors']:,}"),
+        ("micro-batches an epoch", f"{report['micro_batches_per_epoch']:,}"),
+        (
+            "largest micro-batch",
+            f"{largest['rows']:,} rows, {largest['padded_tokens']:,} padded tokens, "
+            f"{largest['num_anchors']:,} anchors",
+        ),
+        (
+            "share deviation",
+            f"{report['max_share_deviation']:.4f} micro-batches at worst, "
+            f"bound {report['share_deviation_bound']:.4f}",
+        ),
+        (
+            "steps",
+            f"{report['steps']:,} of {report['micro_batches_per_step']} micro-batches "
+            f"({drafters} drafters x {each}), {report['epochs']:.2f} epochs",
+        ),
+        ("step imbalance", f"{report['step_imbalance']:.4f} max/mean cost of a drafter"),
+        ("wasted", f"{report['wasted_fraction']:.2%} of the drafters' time, padding and waiting"),
+        ("message", message),
+        ("queue", queue),
+        ("fingerprint", report["fingerprint"]),
+    ]
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
