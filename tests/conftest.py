@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from pathlib import Path
 
@@ -108,7 +109,8 @@ def tiny_overrides(tiny_target, tiny_store, tmp_path) -> list[str]:
         f"data.store={tiny_store}", f"target.path={tiny_target}", f"run.dir={tmp_path / 'run'}",
         "data.max_length=200", "schedule.max_tokens=400", "schedule.max_anchors=32",
         "schedule.num_buckets=4", "schedule.grid=8", "schedule.sort_block=2",
-        "drafter.num_layers=2", "drafter.block_size=4", "drafter.num_anchors=8", "drafter.target_layer_ids=[1,3]",
+        "drafter.num_layers=2", "drafter.block_size=4", "drafter.num_anchors=8",
+        "drafter.target_layer_ids=[1,3]",
         "optim.lr=3e-3", "train.device=cpu", "checkpoint.every=4", "pipeline.trace=true",
         "train.accumulation_steps=4", "train.max_steps=6",
     ]  # fmt: skip
@@ -165,10 +167,11 @@ class Ranks:
             process.join(30)
         return [answers[rank] for rank in range(len(self.processes))]
 
-    def exit_codes(self, timeout: float) -> list:
+    def exit_codes(self, timeout: float) -> list[int]:
         """Exit codes once all processes have ended; fails the test if one has not."""
+        deadline = time.monotonic() + timeout
         for process in self.processes:
-            process.join(timeout)
+            process.join(max(0.0, deadline - time.monotonic()))
         codes = [process.exitcode for process in self.processes]
         self.kill()
         assert None not in codes, (

@@ -9,10 +9,12 @@ Invariants
 - Ranks of a host watch each other's processes, so a killed rank is named in about a second;
   rank 0 watches everybody's signs of life, and everybody watches rank 0's, so a frozen rank is
   named after `silence` seconds; a rank whose main thread does not move is named after `stall`.
+- The store itself may freeze with its host; a second thread notices that the first one hangs.
 - An error that is only the echo of another (a connection that a dying peer closed) waits `ECHO`
   seconds for the cause to be named before it names itself.
 """
 
+import faulthandler
 import json
 import logging
 import os
@@ -23,13 +25,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from dflashdist.cluster.processes import StopSignals, end_process, is_alive
 from dflashdist.cluster.roles import Member
 
 log = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ class Halt:
     kind: str  # "abort", or "done": everything was consumed or the run was asked to stop
     rank: int
     text: str
+    frozen: bool = False
 
 
 class Health:
@@ -80,13 +84,15 @@ class Health:
         self._seen_phases: set[tuple[str, Any]] = set()
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._closing = threading.Event()
-        self._wakeup = self._listen_for_signals()
+        self._ticked = time.monotonic()
+        self._signals = StopSignals()
         self._thread = threading.Thread(target=self._watch, name="health", daemon=True)
 
     def start(self, members: list[Member]) -> None:
         """Begin to watch; all members must have registered."""
         self.members = members
         self._thread.start()
+        threading.Thread(target=self._watch_the_watch, name="watchdog", daemon=True).start()
 
     # ---- what the main thread says of itself
 
@@ -164,10 +170,11 @@ class Health:
         where = f", seq {seq}" if seq is not None else ""
         self.abort(self.member, f"{self._phase}{where}: {type(error).__name__}: {error}")
 
-    def abort(self, culprit: Member, what: str) -> None:
-        """End the job with a cause; the first cause wins and is printed by the rank that set it."""
+    def abort(self, culprit: Member, what: str, frozen: bool = False) -> None:
+        """End the job with a cause; the first cause wins and is printed by the rank that set it.
+        A frozen culprit is ended by the ranks of its machine: it cannot leave by itself."""
         text = f"{culprit}: {' '.join(what.split())}{self._advice}"
-        self._set_halt(Halt("abort", culprit.rank, text))
+        self._set_halt(Halt("abort", culprit.rank, text, frozen))
 
     def finish(self, text: str) -> None:
         """End the job in good order: nothing more will be consumed."""
@@ -187,29 +194,30 @@ class Health:
                 winner = self._store.compare_set("halt", "", mine).decode()
             except Exception:  # the store is gone, so nobody else can be told or has told us
                 winner = mine
-        first = winner == mine and not self.halted.is_set()
-        self._hear_halt(winner)
-        if first and halt.kind == "abort":
-            print(f"dflashdist: {halt.text}", file=sys.stderr, flush=True)
+        if winner == mine and halt.kind == "abort" and not self.halted.is_set():
+            print(f"dflashdist: {halt.text}", file=sys.stderr, flush=True)  # before anybody leaves
+        self._hear_halt(Halt(**json.loads(winner)))
 
-    def _hear_halt(self, value: str) -> None:
+    def _hear_halt(self, halt: Halt) -> None:
         if self.halted.is_set():
             return
-        self.halt = Halt(**json.loads(value))
-        log.info("the job ends: %s", self.halt.text)
+        self.halt = halt
+        log.info("the job ends: %s", halt.text)
+        if halt.frozen:
+            for member in self.members:
+                if member.rank == halt.rank and member.machine == self.member.machine:
+                    end_process(member.pid)
         self.halted.set()
-        if self.halt.kind == "abort":
+        if halt.kind == "abort":
             threading.Thread(target=self._leave, name="leave", daemon=True).start()
 
     def _leave(self) -> None:
-        """End the process if its main thread does not, and a frozen rank of this host."""
-        assert self.halt is not None
-        culprit = next((m for m in self.members if m.rank == self.halt.rank), None)
+        """End the process if its main thread does not, and say in its log where that was."""
         time.sleep(GRACE)
-        if culprit and culprit.pid != os.getpid() and culprit.machine == self.member.machine:
-            end_process(culprit.pid)
         for handler in logging.getLogger().handlers:
             handler.flush()
+            if isinstance(handler, logging.FileHandler) and handler.stream:
+                faulthandler.dump_traceback(handler.stream)
         os._exit(1)
 
     # ---- the watching thread
@@ -217,13 +225,14 @@ class Health:
     def _watch(self) -> None:
         next_beat = 0.0
         while not self._closing.wait(TICK):
+            self._ticked = time.monotonic()
             try:
                 self._read_signals()
                 with self._lock:
                     halted = self._store.check(["halt"])
                     value = self._store.get("halt").decode() if halted else ""
                 if value:
-                    self._hear_halt(value)
+                    self._hear_halt(Halt(**json.loads(value)))
                 if time.monotonic() >= next_beat and not self.halted.is_set():
                     next_beat = time.monotonic() + BEAT
                     self._beat()
@@ -232,9 +241,7 @@ class Health:
             except Exception as error:
                 if self._closing.is_set() or self.halted.is_set():
                     return
-                self.fail(
-                    RuntimeError(f"lost the job's store (torchrun or rank 0 ended?): {error}")
-                )
+                self._lose_store(error)
                 return
 
     def _beat(self) -> None:
@@ -252,20 +259,38 @@ class Health:
             if self.member.rank == 0 and self._store.check(["stop_request"]):
                 self.stop_requested.set()
 
+    def _watch_the_watch(self) -> None:
+        """A frozen host of the store keeps its clients inside C++ for ever, timeouts or not; then
+        nobody can be told, and each rank ends by itself."""
+        late = 0.0
+        while not self._closing.wait(1.0) and not self.halted.is_set():
+            late = late + 1.0 if time.monotonic() - self._ticked > 1.0 else 0.0
+            if late > self._silence:  # counted here, so a pause of this process does not count
+                host = self.members[0]
+                text = f"{host}: no sign of life for {late:.0f} s (frozen?), and with it the store"
+                text += self._advice
+                print(f"dflashdist: {text}", file=sys.stderr, flush=True)
+                self._hear_halt(Halt("abort", host.rank, text, frozen=True))
+
+    def _lose_store(self, error: Exception) -> None:
+        """The store died with its host: rank 0, or torchrun where that holds it."""
+        log.error("the store does not answer: %s", error)
+        lost = (self._ended() or self.members)[0]
+        self.abort(lost, f"{gone(lost)}; the job's store does not answer any more")
+
+    def _ended(self) -> list[Member]:
+        """Members of this machine whose processes are no more."""
+        here = [m for m in self.members if m.machine == self.member.machine]
+        return [m for m in here if m.rank != self.member.rank and not is_alive(m.pid)]
+
     def _look_at_processes(self) -> None:
-        for member in self.members:
-            if member.machine != self.member.machine or member.rank == self.member.rank:
-                continue
-            if not is_alive(member.pid):
-                with self._lock:
-                    left = self._store.check([f"left/{member.rank}"])
-                if not left and not self.halted.is_set():
-                    beat = self.beats.get(member.rank, {})
-                    last = f", last seen in {beat['phase']}, seq {beat['seq']}" if beat else ""
-                    self.abort(
-                        member,
-                        f"process {member.pid} ended without a word (killed? out of memory?){last}",
-                    )
+        for member in self._ended():
+            with self._lock:
+                left = self._store.check([f"left/{member.rank}"])
+            if not left and not self.halted.is_set():
+                beat = self.beats.get(member.rank, {})
+                last = f", last seen in {beat['phase']}, seq {beat['seq']}" if beat else ""
+                self.abort(member, gone(member) + last)
 
     def _look_at_beats(self) -> None:
         everyone = self.member.rank == 0
@@ -295,7 +320,8 @@ class Health:
             beat = beat | {"phase": self._phase, "seq": self._seq}
         where = f"{beat['phase']}, seq {beat['seq']}"
         if silent > self._silence:
-            self.abort(member, f"no sign of life for {silent:.0f} s (frozen?); last in {where}")
+            what = f"no sign of life for {silent:.0f} s (frozen?); last in {where}"
+            self.abort(member, what, frozen=True)
         waits = str(beat["phase"]).startswith("wait")
         limit = self._stall * (FIRST_TIME if beat["first"] or waits else 1.0)
         if beat["age"] + silent > limit:
@@ -305,29 +331,8 @@ class Health:
                 "(pipeline.stall_seconds, if such a wait is expected)",
             )
 
-    # ---- signals
-
-    def _listen_for_signals(self) -> int | None:
-        """SIGTERM and SIGINT ask the job to stop at the next step. A Python handler cannot run
-        while the main thread is inside C++, so the watching thread reads the wake-up descriptor."""
-        if threading.current_thread() is not threading.main_thread():
-            return None
-        read, write = os.pipe()
-        os.set_blocking(read, False)
-        os.set_blocking(write, False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        return read
-
     def _read_signals(self) -> None:
-        if self._wakeup is None:
-            return
-        try:
-            received = os.read(self._wakeup, 64)
-        except BlockingIOError:
-            return
-        asked = [number for number in received if number in (signal.SIGTERM, signal.SIGINT)]
+        asked = self._signals.received()
         if not asked:
             return
         if self.stop_requested.is_set() and signal.SIGINT in asked:
@@ -350,24 +355,5 @@ def is_echo(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process of this host runs; one that ended and was not yet reaped does not."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        if os.path.isdir("/proc/self"):
-            return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def end_process(pid: int) -> None:
-    """Kill a process of this job that does not answer any more, if it still runs."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def gone(member: Member) -> str:
+    return f"process {member.pid} ended without a word (killed? out of memory?)"

@@ -143,7 +143,7 @@ def as_tensor(data: bytes, device: torch.device) -> torch.Tensor:
 
 def checksum_of(payload: torch.Tensor) -> int:
     """CRC32 of the payload, never 0 (0 says that there is none)."""
-    return zlib.crc32(memoryview(payload.cpu().numpy())) or 1
+    return zlib.crc32(payload.cpu().numpy().data) or 1
 
 
 class PointToPoint:

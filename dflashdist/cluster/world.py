@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dflashdist.cluster.health import Health
+from dflashdist.cluster.processes import machine_id
 from dflashdist.cluster.roles import COLOCATED, Member, Roles
 from dflashdist.config import InputError, PipelineConfig
 
@@ -190,12 +191,3 @@ def new_group(ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
 
 def all_set(store: dist.Store, keys: Iterable[str]) -> bool:
     return all(store.check([key]) for key in keys)
-
-
-def machine_id() -> str:
-    """What tells machines and containers apart: where a process id means something."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return socket.gethostname()

@@ -116,7 +116,6 @@ def data_parallel(loss: nn.Module, world: World, gradients: Gradients) -> Distri
     model = DistributedDataParallel(
         loss,
         process_group=world.drafters,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
     model.register_comm_hook(None, gradients.hook)

@@ -7,37 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import train_overrides
-from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from runs import assert_same_bits, losses, slots, trace, weights
 
 pytestmark = pytest.mark.dist
-
-
-def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / f"step_{step:08d}" / "trainer/weights.safetensors")
-
-
-def losses(folder: Path) -> dict[int, float]:
-    events = EventAccumulator(str(folder / "tb"))
-    events.Reload()
-    return {point.step: point.value for point in events.Scalars("loss")}
-
-
-def trace(folder: Path, event: str) -> list[dict]:
-    files = sorted((folder / "logs").glob("trace_rank*.jsonl"))
-    facts = [json.loads(line) | {"rank": int(f.stem[10:])} for f in files for line in f.open()]
-    return sorted((fact for fact in facts if fact["event"] == event), key=lambda fact: fact["ns"])
-
-
-def slots(folder: Path) -> dict[int, tuple]:
-    """seq -> (step, drafter, rows), as trained on."""
-    return {f["seq"]: (f["step"], f["rank"], tuple(f["rows"])) for f in trace(folder, "slot")}
-
-
-def assert_same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
 
 
 def test_number_of_drafters(run_ranks, tiny_overrides, tmp_path):
@@ -95,8 +67,8 @@ def test_split_equals_colocated(run_ranks, tiny_overrides, tmp_path, drafters):
 
 def assert_rules_of_nccl(folder: Path, drafters: range, targets: range) -> None:
     """What NCCL needs and gloo does not check: each pair sends and receives the same messages in
-    the same increasing order, with sizes known to both; one thread issues a rank's operations; every
-    pair was connected first, in one order."""
+    the same increasing order, with sizes known to both; one thread issues a rank's operations;
+    every pair was connected first, in one order."""
     sent, received = trace(folder, "send"), trace(folder, "receive")
     for facts in (sent, received):
         for rank in {fact["rank"] for fact in facts}:

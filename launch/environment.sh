@@ -1,0 +1,54 @@
+# Sourced by the other scripts: a Python environment with dflashdist in it, made once.
+#
+#   source launch/environment.sh [dev]     dev adds what tests need
+#
+# The active virtual environment is used; without one, .venv is made in the repository. A second run
+# finds its stamp and installs nothing. Nothing is left outside the repository but pip's cache.
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+EXTRA="${1:-}"
+WANTED_PYTHON="${PYTHON:-python3}"
+
+if [ -z "${VIRTUAL_ENV:-}" ]; then
+    if [ ! -x "$ROOT/.venv/bin/python" ]; then
+        "$WANTED_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+            echo "dflashdist needs Python 3.11 or newer; $("$WANTED_PYTHON" --version) found." \
+                "Set PYTHON to another one." >&2
+            exit 2
+        }
+        echo "==> making the virtual environment .venv"
+        "$WANTED_PYTHON" -m venv "$ROOT/.venv"
+    fi
+    # shellcheck disable=SC1091
+    source "$ROOT/.venv/bin/activate"
+fi
+
+# Caches and temporary files stay in the environment, not in the home folder.
+export HF_HOME="${HF_HOME:-$VIRTUAL_ENV/cache/huggingface}"
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
+
+install_once() {
+    local stamp
+    stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/launch/constraints.txt" | cksum | tr ' ' '-')"
+    for have in "$VIRTUAL_ENV/.dflashdist-$stamp" "$VIRTUAL_ENV/.dflashdist-$stamp-dev"; do
+        [ -e "$have" ] && { [ -z "$EXTRA" ] || [[ "$have" == *-dev ]]; } && return 0
+    done
+    echo "==> installing dflashdist${EXTRA:+ with $EXTRA tools} (once)"
+    local constraints="$ROOT/launch/constraints.txt" pip=(python -m pip install --quiet --disable-pip-version-check)
+    if python - <<'PY' 2>/dev/null
+import sys, importlib.metadata as m
+sys.exit(tuple(int(p) for p in m.version("torch").split("+")[0].split(".")[:2]) < (2, 10))
+PY
+    then # a torch is here, perhaps one for this machine's GPU: keep it
+        constraints="$(mktemp "$VIRTUAL_ENV/constraints.XXXXXX")"
+        grep -v '^torch==' "$ROOT/launch/constraints.txt" >"$constraints"
+    else # the pinned one first: a range would let pip choose a build of several gigabytes
+        "${pip[@]}" "$(grep '^torch==' "$constraints")"
+    fi
+    "${pip[@]}" -c "$constraints" -e "$ROOT${EXTRA:+[$EXTRA]}"
+    if [ "$EXTRA" = dev ]; then # its pins name other versions than it needs
+        "${pip[@]}" --no-deps dflash==0.1.0
+    fi
+    touch "$VIRTUAL_ENV/.dflashdist-$stamp${EXTRA:+-$EXTRA}"
+}
+install_once
