@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import dflashdist
-from dflashdist.config import InputError, load_config, queue_depth
+from dflashdist.config import Config, InputError, load_config, queue_depth
 
 EPILOG = {
     "prepare": """example:
@@ -65,7 +65,9 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     sub = command("prepare", "Conversations to a token store.", run_prepare)
-    sub.add_argument("sources", nargs="+", metavar="SRC", help="JSONL files, or folders of them")
+    sub.add_argument(
+        "sources", nargs="+", metavar="SRC|KEY=VALUE", help="JSONL files or folders; overrides"
+    )
     sub.add_argument("--target", required=True, help="the model whose tokenizer and template count")
     sub.add_argument("--out", required=True, help="the token store to write, a folder")
     sub.add_argument("--overwrite", action="store_true", help="replace a store that is there")
@@ -87,8 +89,9 @@ def parser() -> argparse.ArgumentParser:
 def run_prepare(options: argparse.Namespace) -> None:
     from dflashdist.data.prepare import format_summary, prepare
 
-    sources = [source for source in options.sources if "=" not in source]
-    config = load_config(None, [source for source in options.sources if "=" in source])
+    overrides = [item for item in options.sources if "=" in item and not os.path.exists(item)]
+    sources = [item for item in options.sources if item not in overrides]
+    config = load_config(None, overrides)
     if not sources:
         raise InputError("no source: name a JSONL file or a folder of them")
     summary = prepare(sources, options.target, options.out, config.data, options.overwrite)
@@ -96,6 +99,7 @@ def run_prepare(options: argparse.Namespace) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> None:
+    from dflashdist.cluster.roles import assign_roles
     from dflashdist.schedule.plan import Plan, Steps
     from dflashdist.schedule.report import plan_report, print_report, read_lengths
 
@@ -108,23 +112,10 @@ def run_plan(options: argparse.Namespace) -> None:
         store = TokenStore.open(config.data.store)
         lengths, supervised = store.lengths, store.supervised
     else:
-        raise InputError(
-            "set data.store (made by `dflashdist prepare`) or data.lengths (a .npy file)"
-        )
-    drafter, roles, hidden_size, features = (
-        config.drafter,
-        config.roles,
-        None,
-        config.drafter.num_features,
-    )
-    if drafter.target_layer_ids is not None:
-        features = len(drafter.target_layer_ids)
-    if config.target.path:
-        from dflashdist.model.shape import check_supported, read_target_config
-
-        target = read_target_config(config.target.path, config.target.revision)
-        check_supported(target)
-        hidden_size = target["hidden_size"]
+        raise InputError("set data.store (of `dflashdist prepare`) or data.lengths (a .npy file)")
+    drafter = config.drafter
+    features, hidden_size = message_shape(config)
+    roles = assign_roles(config.roles, config.target.tensor_parallel, None)
     plan = Plan(
         lengths,
         supervised,
@@ -135,10 +126,10 @@ def run_plan(options: argparse.Namespace) -> None:
     )
     steps = Steps(
         plan,
-        num_drafters=roles.num_drafters or 1,
+        num_drafters=roles.num_drafters,
         accumulation=config.train.accumulation_steps,
         num_steps=config.train.max_steps,
-        epochs=config.train.epochs,
+        epochs=config.train.epochs or (None if config.train.max_steps else 1.0),
     )
     report = plan_report(
         plan,
@@ -149,6 +140,29 @@ def run_plan(options: argparse.Namespace) -> None:
         bytes_per_value=4 if config.target.dtype == "float32" else 2,
     )
     print(json.dumps(report, indent=1) if options.json else print_report(report))
+
+
+def message_shape(config: Config) -> tuple[int, int | None]:
+    """Tapped layers and the target's hidden size (None without target.path). Raises InputError."""
+    ids = config.drafter.target_layer_ids
+    features = config.drafter.num_features if ids is None else len(ids)
+    if not config.target.path:
+        return features, None
+    from dflashdist.model.shape import (
+        check_layer_ids,
+        check_supported,
+        default_layer_ids,
+        read_target_config,
+    )
+
+    try:
+        target = read_target_config(config.target.path, config.target.revision)
+    except InputError as error:
+        raise InputError(f"{error}; target.path=null plans without message sizes") from error
+    check_supported(target)
+    num_layers = target["num_hidden_layers"]
+    check_layer_ids(default_layer_ids(num_layers, features) if ids is None else ids, num_layers)
+    return features, target["hidden_size"]
 
 
 def run_train(options: argparse.Namespace) -> None:

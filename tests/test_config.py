@@ -1,0 +1,90 @@
+"""Configuration: YAML and overrides, and what is refused, with key and fix."""
+
+import pytest
+
+from dflashdist.config import (
+    Config,
+    InputError,
+    dump_config,
+    known_keys,
+    load_config,
+    queue_depth,
+    value_of,
+)
+
+
+def test_yaml_then_overrides(tmp_path):
+    file = tmp_path / "conf.yaml"
+    file.write_text("optim: {lr: 1.0e-3}\ndrafter: {target_layer_ids: [1, 3]}\n")
+    config = load_config(file, ["optim.lr=2e-3", "train.epochs=1.5"])
+    assert config.optim.lr == 2e-3
+    assert config.drafter.target_layer_ids == [1, 3]
+    assert config.train.epochs == 1.5
+    assert isinstance(config, Config)
+
+
+def test_dump_reads_back(tmp_path):
+    config = load_config(None, ["seed=7", "schedule.bucket_edges=[64,128]"])
+    (tmp_path / "dump.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "dump.yaml") == config
+
+
+def test_shipped_recipes_load():
+    for name in ("demo", "qwen3-8b"):
+        assert load_config(f"conf/{name}.yaml").target.path
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("optim.lrr=1", ["optim.lrr", "'optim.lr'"]),
+        ("trian.epochs=1", ["trian", "train"]),
+        ("optim.lr=fast", ["optim.lr", "fast"]),
+        ("optim.lr=-1", ["optim.lr=-1", "greater than 0"]),
+        ("optim.betas=[0.9]", ["optim.betas", "two numbers"]),
+        ("drafter.block_size=1", ["drafter.block_size=1"]),
+        ("drafter.target_layer_ids=[1,1]", ["twice"]),
+        ("drafter.target_layer_ids=[-1]", ["-1 is none"]),
+        ("drafter.target_layer_ids=[]", ["target_layer_ids=[]"]),
+        ("roles.layout=mixed", ["roles.layout=mixed", "split", "colocated"]),
+        ("schedule.bucket_edges=[128,64]", ["bucket_edges", "ascend"]),
+        ("pipeline.hidden_state_queue_depth=0", ["hidden_state_queue_depth=0"]),
+        ("optim.warmup_fraction=2", ["optim.warmup_fraction=2", "0 to 1"]),
+        ("pipeline.delay_ms=-1", ["pipeline.delay_ms", "negative"]),
+        ("optim.lr", ["key=value"]),
+        ("train.max_steps=0", ["train.max_steps=0"]),
+    ],
+)
+def test_refused(override, parts):
+    with pytest.raises(InputError) as refusal:
+        load_config(None, [override])
+    assert "\n" not in str(refusal.value)
+    for part in parts:
+        assert part in str(refusal.value)
+
+
+def test_refused_files(tmp_path):
+    with pytest.raises(InputError, match="no such configuration file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("optim: [")
+    with pytest.raises(InputError, match=r"bad\.yaml"):
+        load_config(tmp_path / "bad.yaml")
+    (tmp_path / "unknown.yaml").write_text("optim:\n  rate: 1\n")
+    with pytest.raises(InputError, match=r"unknown\.yaml: unknown key 'optim\.rate'"):
+        load_config(tmp_path / "unknown.yaml")
+    with pytest.raises(InputError, match="both set"):
+        load_config(None, ["train.max_steps=1", "train.epochs=1"])
+
+
+def test_known_keys_are_all_there():
+    keys = known_keys()
+    assert {"run.dir", "seed", "loss.gamma", "pipeline.hidden_state_queue_depth"} <= set(keys)
+    config = load_config(None)
+    assert all(value_of(config, key) is not NotImplemented for key in keys)
+
+
+def test_queue_depth():
+    pipeline = load_config(None).pipeline
+    assert [queue_depth(pipeline, window) for window in (1, 6, 28)] == [12, 12, 56]
+    pipeline.hidden_state_queue_depth = "5"
+    assert queue_depth(pipeline, 28) == 5
