@@ -88,8 +88,12 @@ class Health:
         self._signals = StopSignals()
         self._thread = threading.Thread(target=self._watch, name="health", daemon=True)
 
+    def register(self) -> None:
+        """Give the first sign of life."""
+        self._beat()
+
     def start(self, members: list[Member]) -> None:
-        """Begin to watch; all members must have registered."""
+        """Begin to watch; all members must have registered, each with a first sign of life."""
         self.members = members
         self._thread.start()
         threading.Thread(target=self._watch_the_watch, name="watchdog", daemon=True).start()
@@ -182,10 +186,11 @@ class Health:
 
     def close(self) -> None:
         """Stop watching; this rank leaves in good order."""
-        with self._lock:
-            self._store.set(f"left/{self.member.rank}", "1")
         self._closing.set()
         self._thread.join(timeout=5)
+        self._beat(left=True)
+        with self._lock:
+            self._store.add("left", 1)
 
     def _set_halt(self, halt: Halt) -> None:
         mine = json.dumps(asdict(halt))
@@ -244,7 +249,7 @@ class Health:
                 self._lose_store(error)
                 return
 
-    def _beat(self) -> None:
+    def _beat(self, left: bool = False) -> None:
         now = time.monotonic()
         beat = {
             "phase": self._phase,
@@ -252,7 +257,8 @@ class Health:
             "age": round(now - self._since, 3),
             "first": self._first,
             "stats": self.stats(),
-            "count": now,
+            "left": left,
+            "time": now,  # so that no two beats are alike
         }
         with self._lock:
             self._store.set(f"beat/{self.member.rank}", json.dumps(beat))
@@ -286,50 +292,36 @@ class Health:
     def _look_at_processes(self) -> None:
         for member in self._ended():
             with self._lock:
-                left = self._store.check([f"left/{member.rank}"])
-            if not left and not self.halted.is_set():
-                beat = self.beats.get(member.rank, {})
-                last = f", last seen in {beat['phase']}, seq {beat['seq']}" if beat else ""
-                self.abort(member, gone(member) + last)
+                beat = json.loads(self._store.get(f"beat/{member.rank}"))
+            if not beat["left"] and not self.halted.is_set():
+                self.abort(member, f"{gone(member)}, last seen in {where(beat)}")
 
     def _look_at_beats(self) -> None:
-        everyone = self.member.rank == 0
+        """Rank 0 looks at everybody, the others at rank 0 alone; one request either way."""
         now = time.monotonic()
-        for member in self.members if everyone else self.members[:1]:
-            if member.rank == self.member.rank:
-                self._judge(member, {"age": now - self._since, "first": self._first}, 0.0)
-                continue
-            with self._lock:
-                if not self._store.check([f"beat/{member.rank}"]):
-                    continue
-                value = self._store.get(f"beat/{member.rank}")
-                left = self._store.check([f"left/{member.rank}"])
-            if left:
-                continue
+        watched = self.members if self.member.rank == 0 else self.members[:1]
+        with self._lock:
+            values = self._store.multi_get([f"beat/{member.rank}" for member in watched])
+        for member, value in zip(watched, values, strict=True):
             previous, since = self._heard.get(member.rank, (b"", now))
             if value != previous:
                 self._heard[member.rank] = (value, now)
                 since = now
-            self.beats[member.rank] = json.loads(value)
-            self._judge(member, self.beats[member.rank], now - since)
+            beat = self.beats[member.rank] = json.loads(value)
+            if not beat["left"]:
+                self._judge(member, beat, now - since)
 
     def _judge(self, member: Member, beat: dict[str, Any], silent: float) -> None:
         """A silent rank is lost. One in the same phase for too long is stuck, unless it waits:
         those who wait for it are in their phase as long, and are not to blame."""
-        if member.rank == self.member.rank:
-            beat = beat | {"phase": self._phase, "seq": self._seq}
-        where = f"{beat['phase']}, seq {beat['seq']}"
         if silent > self._silence:
-            what = f"no sign of life for {silent:.0f} s (frozen?); last in {where}"
+            what = f"no sign of life for {silent:.0f} s (frozen?); last in {where(beat)}"
             self.abort(member, what, frozen=True)
-        waits = str(beat["phase"]).startswith("wait")
+        waits = beat["phase"].startswith("wait")
         limit = self._stall * (FIRST_TIME if beat["first"] or waits else 1.0)
         if beat["age"] + silent > limit:
-            self.abort(
-                member,
-                f"stuck for {beat['age'] + silent:.0f} s in {where} "
-                "(pipeline.stall_seconds, if such a wait is expected)",
-            )
+            what = f"stuck for {beat['age'] + silent:.0f} s in {where(beat)}"
+            self.abort(member, f"{what} (pipeline.stall_seconds, if such a wait is expected)")
 
     def _read_signals(self) -> None:
         asked = self._signals.received()
@@ -353,6 +345,11 @@ def is_echo(error: BaseException) -> bool:
         "Socket closed", "pair closure", "unhandled system error", "remote process",
     )  # fmt: skip
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def where(beat: dict[str, Any]) -> str:
+    """What a rank was doing when it gave this sign of life."""
+    return beat["phase"] + ("" if beat["seq"] is None else f", seq {beat['seq']}")
 
 
 def gone(member: Member) -> str:

@@ -7,6 +7,7 @@ the dead addresses, of its former life. Groups are made by all ranks in the same
 
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -90,10 +91,7 @@ class World:
             stall=pipeline.stall_seconds,
             advice=advice,
         )
-        self.members = [
-            Member(**json.loads(text))
-            for text in self.exchange("member", json.dumps(asdict(self.member)))
-        ]
+        self.members = self.register()
         self.health.start(self.members)
         if place.local_world_size == place.world_size:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: listen to nobody else
@@ -134,52 +132,60 @@ class World:
         assert isinstance(self._root, dist.TCPStore)
         return self.prefixed(self._root.clone())  # pyright: ignore[reportAttributeAccessIssue]
 
-    def exchange(self, name: str, mine: str) -> list[str]:
-        """What every rank says of `name`, in rank order. All ranks must call it.
-
-        Raises InputError naming the ranks that did not answer within JOIN_SECONDS.
-        """
-        self.store.set(f"{name}/{self.rank}", mine)
-        deadline = time.monotonic() + JOIN_SECONDS
-        pause = 0.002
-        while True:
-            missing = [
-                rank
-                for rank in range(self.place.world_size)
-                if not self.store.check([f"{name}/{rank}"])
-            ]
-            if not missing:
-                break
+    def barrier(self, name: str, seconds: float = math.inf) -> None:
+        """Return when every rank has come to `name`. Raises InputError after `seconds`, naming who
+        did not; without a limit the ranks' health bounds the wait."""
+        self.store.set(f"{name}_at/{self.rank}", "1")
+        self.store.add(f"{name}_count", 1)
+        deadline, pause = time.monotonic() + seconds, 0.002
+        while self.store.add(f"{name}_count", 0) < self.place.world_size:
             self.health.check()
             if time.monotonic() > deadline:
-                raise InputError(
-                    f"ranks {missing} did not join within {JOIN_SECONDS:.0f} s ({name})"
-                )
+                ranks = range(self.place.world_size)
+                missing = [r for r in ranks if not self.store.check([f"{name}_at/{r}"])]
+                raise InputError(f"ranks {missing} did not come within {seconds:.0f} s ({name})")
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
-        return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.place.world_size)]
+
+    def register(self) -> list[Member]:
+        """Introduce this rank and return all members, in rank order."""
+        self.store.set(f"member/{self.rank}", json.dumps(asdict(self.member)))
+        self.health.register()
+        self.barrier("member", JOIN_SECONDS)
+        ranks = range(self.place.world_size)
+        return [Member(**json.loads(self.store.get(f"member/{rank}"))) for rank in ranks]
 
     def agree(self, facts: dict[str, str]) -> None:
-        """Hold that all ranks have the same facts. Raises InputError naming what differs."""
-        answers = [json.loads(text) for text in self.exchange("facts", json.dumps(facts))]
-        for rank, theirs in enumerate(answers):
-            differing = [name for name in facts if theirs.get(name) != answers[0].get(name)]
-            if differing:
-                name = differing[0]
-                raise InputError(
-                    f"rank {rank} on {self.members[rank].host} has another {name} than rank 0: "
-                    f"{theirs.get(name)} against {answers[0].get(name)}: same files on all hosts?"
-                )
+        """Hold that all ranks have the facts of rank 0, which compares them.
+
+        Raises InputError on rank 0, naming what differs and where; the others are then halted.
+        """
+        self.store.set(f"facts/{self.rank}", json.dumps(facts))
+        self.barrier("facts")
+        for rank in range(1, self.place.world_size) if self.rank == 0 else ():
+            theirs = json.loads(self.store.get(f"facts/{rank}"))
+            for name, value in facts.items():
+                if theirs[name] != value:
+                    raise InputError(
+                        f"rank {rank} on {self.members[rank].host} has another {name} than rank 0: "
+                        f"{difference(value, theirs[name])}; do all hosts see the same files?"
+                    )
+        self.barrier("agreed")
+
+    def linger(self) -> None:
+        """After a failure: who hosts the store stays until the others have read the cause in it."""
+        if self._hosts_store:
+            time.sleep(2.0)
 
     def close(self) -> None:
         """Leave in good order; who hosts the store leaves last."""
         self.health.close()
-        if self._hosts_store:
-            others = [f"left/{rank}" for rank in range(1, self.place.world_size)]
-            deadline = time.monotonic() + 30
-            while not all_set(self.store, others) and time.monotonic() < deadline:
-                time.sleep(0.05)
-        if dist.is_initialized():
+        deadline = time.monotonic() + 30
+        while self._hosts_store and time.monotonic() < deadline:
+            if self.store.add("left", 0) == self.place.world_size:
+                break
+            time.sleep(0.02)
+        if not self.health.stop_requested.is_set():  # else a receive may still be open, for ever
             dist.destroy_process_group()
 
 
@@ -189,5 +195,8 @@ def new_group(ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
     return group  # pyright: ignore[reportReturnType]
 
 
-def all_set(store: dist.Store, keys: Iterable[str]) -> bool:
-    return all(store.check([key]) for key in keys)
+def difference(mine: str, theirs: str) -> str:
+    """The first line in which two texts differ, both sides."""
+    pairs = zip(mine.splitlines(), theirs.splitlines(), strict=False)
+    a, b = next((pair for pair in pairs if pair[0] != pair[1]), (mine, theirs))
+    return f"{b.strip()!r} against {a.strip()!r}"

@@ -138,11 +138,11 @@ def connect(
 
         forward = load_target(blueprint, world.device, health)
         health.phase("wait for all to be ready")
-        world.exchange("ready", "1")
+        world.barrier("ready")
         return ComputedStates(batches, forward), None
     assert world.data is not None
     health.phase("wait for all to be ready")
-    world.exchange("ready", "1")
+    world.barrier("ready")
     dtype = target_dtype(config.target.dtype, world.device)
     receiver = Receiver(
         PointToPoint(world.data, world.device, trace),

@@ -5,6 +5,7 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
+from dflashdist.cluster.health import Halted
 from dflashdist.cluster.roles import DRAFTER, roles_table
 from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.world import Place, World, choose_device
@@ -26,22 +27,31 @@ def train_rank(config: Config) -> None:
     open_log(blueprint.folder / "logs", place.rank)
     advice = f"; details in {blueprint.folder}/logs/, the same command resumes"
     world = World(place, blueprint.roles, device, config.pipeline, advice=advice)
-    with world.health.guard():
-        world.agree(blueprint.agreement())
-        if place.rank == 0:
-            announce(blueprint, world)
-        path = blueprint.folder / "logs" / f"trace_rank{place.rank}.jsonl"
-        trace = Trace(path if config.pipeline.trace else None)
-        trace("start", step=blueprint.first_step)
-        if world.role == DRAFTER:
-            from dflashdist.train.drafter_rank import run_drafter_rank
-
-            run_drafter_rank(blueprint, world, trace)
-        else:  # imports transformers, which drafters never need
-            from dflashdist.train.target_rank import run_target_rank
-
-            run_target_rank(blueprint, world, trace)
+    try:
+        with world.health.guard():
+            work(blueprint, world)
+    except Halted:
+        world.linger()
+        raise
     world.close()
+
+
+def work(blueprint: Blueprint, world: World) -> None:
+    """What this rank does once it has joined."""
+    world.agree(blueprint.agreement())
+    if world.rank == 0:
+        announce(blueprint, world)
+    path = blueprint.folder / "logs" / f"trace_rank{world.rank}.jsonl"
+    trace = Trace(path if blueprint.config.pipeline.trace else None)
+    trace("start", step=blueprint.first_step)
+    if world.role == DRAFTER:
+        from dflashdist.train.drafter_rank import run_drafter_rank
+
+        run_drafter_rank(blueprint, world, trace)
+    else:  # imports transformers, which drafters never need
+        from dflashdist.train.target_rank import run_target_rank
+
+        run_target_rank(blueprint, world, trace)
 
 
 def announce(blueprint: Blueprint, world: World) -> None:

@@ -45,7 +45,7 @@ def run_target_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
     forward = load_target(blueprint, world.device, health)
     assert world.data is not None
     health.phase("wait for all to be ready")
-    world.exchange("ready", "1")
+    world.barrier("ready")
     delay = config.pipeline.delay_ms / 1000
     sender = Sender(
         PointToPoint(world.data, world.device, trace),
