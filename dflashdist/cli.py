@@ -8,12 +8,18 @@ import argparse
 import json
 import logging
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import dflashdist
 from dflashdist.config import Config, InputError, load_config, queue_depth
+
+# All ranks refuse the same, and rank 0 says so; torchrun ends the others meanwhile. A rank that is
+# alone with its trouble (a file that its host does not see) speaks after this pause.
+REFUSAL_SECONDS = 6.0
 
 EPILOG = {
     "prepare": """example:
@@ -34,12 +40,20 @@ counted; 1 is plain decoding, the block size is the most.""",
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = parser().parse_args(arguments)
+    options, late = parser().parse_known_args(arguments)
+    unknown = [item for item in late if item.startswith("-") or "=" not in item]
+    if unknown:
+        print(f"dflashdist {options.command}: unknown argument {unknown[0]!r}", file=sys.stderr)
+        return 2
+    options.overrides += late  # overrides may also follow an option
     try:
         options.run(options)
     except InputError as error:
-        if os.environ.get("RANK", "0") == "0":  # all ranks refuse the same; one says so
-            print(f"dflashdist {options.command}: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            time.sleep(REFUSAL_SECONDS)
+        where = "" if rank == "0" else f" (rank {rank} on {socket.gethostname()})"
+        print(f"dflashdist {options.command}{where}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"dflashdist {options.command}: interrupted", file=sys.stderr)
@@ -68,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "sources", nargs="+", metavar="SRC|KEY=VALUE", help="JSONL files or folders; overrides"
     )
+    sub.set_defaults(overrides=[])
     sub.add_argument("--target", required=True, help="the model whose tokenizer and template count")
     sub.add_argument("--out", required=True, help="the token store to write, a folder")
     sub.add_argument("--overwrite", action="store_true", help="replace a store that is there")
@@ -91,7 +106,7 @@ def run_prepare(options: argparse.Namespace) -> None:
 
     overrides = [item for item in options.sources if "=" in item and not os.path.exists(item)]
     sources = [item for item in options.sources if item not in overrides]
-    config = load_config(None, overrides)
+    config = load_config(None, overrides + options.overrides)
     if not sources:
         raise InputError("no source: name a JSONL file or a folder of them")
     summary = prepare(sources, options.target, options.out, config.data, options.overwrite)

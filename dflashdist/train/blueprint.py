@@ -48,7 +48,7 @@ class Blueprint:
             )
         self.shape = DrafterShape.from_target(
             read_target_config(config.target.path, config.target.revision),
-            self.store.meta["vocab_size"],
+            self.store.meta["tokenizer_length"],
             config.drafter,
         )
         self.plan = Plan(

@@ -1,0 +1,163 @@
+"""Blocks: where they are anchored, what goes into them, what each may see, what each is taught.
+
+A block of `block_size` slots starts at an anchor position a: slot 0 holds the real token of a, the
+others the mask token, and slot k (k >= 1) predicts the token of position a + k. DFlash, section
+4.2. Shapes: B rows, S padded positions, N anchors a row, Q = N * block_size slots.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Counter word that keeps these streams apart from any other drawn under the same key.
+_ANCHOR_STREAM = 0xA
+
+
+def draw_anchors(
+    loss_mask: Tensor, row_ids: tuple[int, ...], *, seed: int, epoch: int, num_anchors: int
+) -> tuple[Tensor, Tensor]:
+    """Anchors of a micro-batch, a pure function of (seed, epoch, row) and the row's loss mask.
+
+    Candidates are the positions a with a and a + 1 supervised. Each gets one raw 64-bit word of a
+    Philox generator keyed by (seed, epoch), at a counter given by the row; the first
+    min(num_anchors, candidates) by (word, position) are taken, ascending. Raw words, because the
+    streams of numpy's higher methods change between its versions.
+
+    Args:
+        loss_mask: bool [B, S] on the CPU, true where a token is supervised.
+        row_ids: the rows' numbers in the token store.
+
+    Returns:
+        anchors int64 [B, N], ascending, and keep bool [B, N], with N the largest count of the
+        batch, at least 1. Where keep is false the row's last anchor (or 0) fills the place.
+    """
+    masks = loss_mask.cpu().numpy().astype(bool)
+    drawn = []
+    for mask, row in zip(masks, row_ids, strict=True):
+        candidates = np.flatnonzero(mask[:-1] & mask[1:])
+        words = np.random.Philox(
+            key=np.array([seed, epoch], dtype=np.uint64),
+            counter=np.array([0, 0, row, _ANCHOR_STREAM], dtype=np.uint64),
+        ).random_raw(len(candidates))
+        drawn.append(np.sort(candidates[np.argsort(words, kind="stable")[:num_anchors]]))
+    width = max(1, *(len(one) for one in drawn))
+    anchors = np.zeros((len(drawn), width), dtype=np.int64)
+    keep = np.zeros((len(drawn), width), dtype=bool)
+    for b, one in enumerate(drawn):
+        anchors[b, : len(one)] = one
+        anchors[b, len(one) :] = one[-1] if len(one) else 0
+        keep[b, : len(one)] = True
+    return torch.from_numpy(anchors), torch.from_numpy(keep)
+
+
+def block_ids(
+    ids: Tensor, anchors: Tensor, keep: Tensor, *, block_size: int, mask_token_id: int
+) -> Tensor:
+    """Input tokens of all blocks, int64 [B, Q]: the anchor's token, then mask tokens.
+
+    A dropped block (keep false) holds mask tokens alone.
+    """
+    blocks = ids.new_full((*anchors.shape, block_size), mask_token_id)
+    blocks[..., 0] = torch.where(keep, ids.gather(1, anchors), mask_token_id)
+    return blocks.flatten(1)
+
+
+def block_positions(anchors: Tensor, block_size: int) -> Tensor:
+    """Absolute positions of all slots, int64 [B, Q]: a, a + 1, ..., contiguous with the context."""
+    steps = torch.arange(block_size, device=anchors.device)
+    return (anchors[..., None] + steps).flatten(1)
+
+
+def block_labels(
+    ids: Tensor,
+    loss_mask: Tensor,
+    anchors: Tensor,
+    keep: Tensor,
+    *,
+    block_size: int,
+    contiguous_only: bool,
+) -> tuple[Tensor, Tensor]:
+    """What slot k of each block must say, and whether it is taught.
+
+    Label y[k] = ids[a + k]; slot k >= 1 is supervised where the block is kept, a + k < S and
+    loss_mask[a + k]. With `contiguous_only` a slot after the block's first unsupervised one is not:
+    decoding never drafts past the end of a turn to any use.
+
+    Returns:
+        labels int64 [B, N, block_size] (0 where unsupervised) and supervised bool, same shape.
+    """
+    num_positions = ids.shape[1]
+    positions = block_positions(anchors, block_size)
+    inside = positions < num_positions
+    positions = positions.clamp(max=num_positions - 1)
+    shape = (*anchors.shape, block_size)
+    supervised = (loss_mask.gather(1, positions) & inside).view(shape) & keep[..., None]
+    supervised[..., 0] = False
+    if contiguous_only:
+        supervised[..., 1:] = supervised[..., 1:].cumprod(-1).bool()
+    labels = ids.gather(1, positions).view(shape)
+    return labels.masked_fill(~supervised, 0), supervised
+
+
+def decay_weights(block_size: int, *, decay: bool, gamma: float | None) -> Tensor:
+    """Weight of each slot's loss, float32 [block_size]: exp(-(k-1)/gamma), 0 for slot 0.
+
+    `gamma` null: 7 for blocks of 16, 5 for 10, 4 for 8 (DFlash, A.1), else 0.45 x block_size.
+    """
+    if gamma is None:
+        gamma = {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, 0.45 * block_size)
+    slots = torch.arange(block_size, dtype=torch.float64)
+    weights = torch.exp(-(slots - 1) / gamma) if decay else torch.ones_like(slots)
+    weights[0] = 0.0
+    return weights.float()
+
+
+def visible(
+    block: Tensor, anchor: Tensor, keep: Tensor, key: Tensor, context: int | Tensor, block_size: int
+) -> Tensor:
+    """The one rule of attention: may a slot of `block` see `key`? Elementwise, broadcasting.
+
+    Keys are [context; blocks]. A slot sees the context strictly before its anchor (when a block
+    starts to decode, the target has not yet read the anchor) and all slots of its own block. A
+    dropped block sees its own slots only: never nothing, which would make softmax NaN.
+    """
+    in_context = key < context
+    own = (key - context) // block_size == block
+    return (in_context & (key < anchor) & keep) | (~in_context & own)
+
+
+def dense_mask(anchors: Tensor, keep: Tensor, context: int, block_size: int) -> Tensor:
+    """`visible` for all pairs: bool [B, 1, Q, context + Q], true where attention is allowed."""
+    num_slots = anchors.shape[1] * block_size
+    slot = torch.arange(num_slots, device=anchors.device)
+    key = torch.arange(context + num_slots, device=anchors.device)
+    block = slot // block_size
+    seen = visible(
+        block[None, :, None],
+        anchors[:, block, None],
+        keep[:, block, None],
+        key[None, None, :],
+        context,
+        block_size,
+    )
+    return seen[:, None]
+
+
+def pack(hidden: Tensor, lengths: Tensor) -> Tensor:
+    """Real tokens of [B, S, F], row after row: [sum(lengths), F]. Lengths int64 [B] on the CPU."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return flat.index_select(0, _real_tokens(lengths, hidden.shape[1]).to(hidden.device))
+
+
+def unpack(packed: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """The inverse of `pack`: [B, width, F], zero at the padding. Lengths int64 [B] on the CPU."""
+    rows = packed.new_zeros(len(lengths) * width, packed.shape[-1])
+    rows.index_copy_(0, _real_tokens(lengths, width).to(packed.device), packed)
+    return rows.view(len(lengths), width, -1)
+
+
+def _real_tokens(lengths: Tensor, width: int) -> Tensor:
+    """Flat indices of the real tokens; made on the CPU so that no device has to be waited for."""
+    starts = range(0, len(lengths) * width, width)
+    counts = lengths.tolist()
+    return torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])

@@ -1,0 +1,74 @@
+"""Embedding, head and norm by tensor name: tied or not, one file or shards, any known prefix."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dflashdist.config import InputError
+from dflashdist.model.frozen import Frozen
+
+TENSORS = {
+    "model.embed_tokens.weight": torch.randn(6, 4),
+    "lm_head.weight": torch.randn(6, 4),
+    "model.norm.weight": torch.randn(4),
+    "model.layers.0.mlp.up_proj.weight": torch.randn(3, 4),
+}
+
+
+def write(folder, tensors, *, shards: int = 1, **config) -> str:
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return str(folder)
+    places = {}
+    for i, name in enumerate(tensors):
+        file = f"model-{i % shards}.safetensors"
+        places[name] = file
+        same = {n: t for j, (n, t) in enumerate(tensors.items()) if j % shards == i % shards}
+        save_file(same, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_untied(tmp_path, shards):
+    frozen = Frozen.load(write(tmp_path, TENSORS, shards=shards))
+    assert torch.equal(frozen.embedding, TENSORS["model.embed_tokens.weight"])
+    assert torch.equal(frozen.head, TENSORS["lm_head.weight"])
+    assert torch.equal(frozen.final_norm, TENSORS["model.norm.weight"])
+    assert not frozen.head.requires_grad
+
+
+def test_tied_by_configuration_ignores_a_stale_head(tmp_path):
+    frozen = Frozen.load(write(tmp_path, TENSORS, tie_word_embeddings=True))
+    assert frozen.head is frozen.embedding
+
+
+def test_tied_by_absence(tmp_path):
+    tensors = {n: t for n, t in TENSORS.items() if n != "lm_head.weight"}
+    frozen = Frozen.load(write(tmp_path, tensors))
+    assert frozen.head is frozen.embedding
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_a_language_model_inside_a_larger_one(tmp_path, prefix):
+    tensors = {n.replace("model.", prefix): t for n, t in TENSORS.items()}
+    frozen = Frozen.load(write(tmp_path, tensors))
+    assert torch.equal(frozen.embedding, TENSORS["model.embed_tokens.weight"])
+    assert torch.equal(frozen.final_norm, TENSORS["model.norm.weight"])
+
+
+def test_dtype(tmp_path):
+    frozen = Frozen.load(write(tmp_path, TENSORS), dtype=torch.bfloat16)
+    assert frozen.embedding.dtype == frozen.head.dtype == torch.bfloat16
+
+
+def test_what_is_missing_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"no model\.safetensors"):
+        Frozen.load(str(tmp_path))
+    save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"no tensor named model\.embed_tokens\.weight"):
+        Frozen.load(str(tmp_path))
