@@ -35,7 +35,8 @@ dflashdist prepare "$conversations/train.jsonl.gz" --target "$target" --out "$ru
 echo "==> the plan"
 dflashdist plan conf/demo.yaml "data.store=$run/store" "$@"
 echo "==> training: 2 target ranks and 2 drafter ranks"
-python -m torch.distributed.run --standalone --nproc-per-node=4 -m dflashdist train conf/demo.yaml \
+python -m torch.distributed.run --standalone --nproc-per-node=4 --log-dir="$run/logs/torchrun" \
+    -m dflashdist train conf/demo.yaml \
     "data.store=$run/store" "$@"
 first="$run/checkpoints/step_00000000"
 last="$(find "$run/checkpoints" -maxdepth 1 -name 'step_*' | sort | tail -n 1)"

@@ -137,15 +137,21 @@ class World:
         did not; without a limit the ranks' health bounds the wait."""
         self.store.set(f"{name}_at/{self.rank}", "1")
         self.store.add(f"{name}_count", 1)
+        if not self.wait_count(f"{name}_count", self.place.world_size, seconds):
+            ranks = range(self.place.world_size)
+            missing = [r for r in ranks if not self.store.check([f"{name}_at/{r}"])]
+            raise InputError(f"ranks {missing} did not come within {seconds:.0f} s ({name})")
+
+    def wait_count(self, key: str, count: int, seconds: float = math.inf) -> bool:
+        """Wait until a counter of the store has come to `count`; False after `seconds`."""
         deadline, pause = time.monotonic() + seconds, 0.002
-        while self.store.add(f"{name}_count", 0) < self.place.world_size:
+        while self.store.add(key, 0) < count:
             self.health.check()
             if time.monotonic() > deadline:
-                ranks = range(self.place.world_size)
-                missing = [r for r in ranks if not self.store.check([f"{name}_at/{r}"])]
-                raise InputError(f"ranks {missing} did not come within {seconds:.0f} s ({name})")
+                return False
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
+        return True
 
     def register(self) -> list[Member]:
         """Introduce this rank and return all members, in rank order."""
@@ -180,11 +186,12 @@ class World:
     def close(self) -> None:
         """Leave in good order; who hosts the store leaves last."""
         self.health.close()
-        deadline = time.monotonic() + 30
-        while self._hosts_store and time.monotonic() < deadline:
-            if self.store.add("left", 0) == self.place.world_size:
-                break
-            time.sleep(0.02)
+        if self._hosts_store:
+            deadline = time.monotonic() + 30
+            while self.store.add("left", 0) < self.place.world_size:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
         if not self.health.stop_requested.is_set():  # else a receive may still be open, for ever
             dist.destroy_process_group()
 

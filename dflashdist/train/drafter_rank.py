@@ -106,9 +106,13 @@ def run_drafter_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
     if config.checkpoint.at_start and state.step == 0:
         after.save(job, state)
     train(job, state, after)
-    if world.rank == 0:
+    health.phase("wait for the other drafters")
+    if world.rank == 0:  # the end is called when no drafter waits for anything any more
         after.close()
+        world.wait_count("drafters_done", blueprint.roles.num_drafters - 1)
         health.finish(f"training ended after step {state.step}")
+    else:
+        world.store.add("drafters_done", 1)
 
 
 def data_parallel(loss: nn.Module, world: World, gradients: Gradients) -> DistributedDataParallel:

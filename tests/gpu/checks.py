@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.append(os.environ.get("GPU_CHECK_PACKAGES", ""))
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 
+import jobs
 import test_attention
 import test_dflash_parity
 import test_leaks
@@ -270,6 +271,26 @@ def matmul_ceiling(device: str) -> float:
     return 20 * 2 * n**3 / (time.perf_counter() - began)
 
 
+def colocated_job(device: str) -> str:
+    """One rank trains by the demo's recipe; the loss must fall."""
+    losses, _ = jobs.colocated(device)
+    return require(losses[-1] < 0.5 * losses[0], f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+
+
+def split_job(device: str) -> str:
+    """Two drafters and a target over real communicators give what one rank gives.
+
+    Not to the bit: the drafters' gradients are added in another order, and on CUDA sums inside
+    kernels are too; 1e-3 of a loss after 40 steps is far below what a wrong batch would do.
+    """
+    if device == "cuda" and (reason := jobs.nccl_shares_a_gpu()):
+        raise Skipped(reason)
+    losses, _ = jobs.split(device)
+    reference, _ = jobs.colocated(device)
+    worst = max(abs(a / b - 1) for a, b in zip(losses, reference, strict=True))
+    return require(worst < 1e-3, f"losses equal to {worst:.1e} of them over {len(losses)} steps")
+
+
 CHECKS: dict[str, Callable[[str], str]] = {
     "reference": reference,
     "leaks": leaks,
@@ -278,6 +299,8 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "attention bfloat16": attention_bfloat16,
     "one compilation": one_compilation,
     "drafter step": drafter_step,
+    "colocated job": colocated_job,
+    "split job": split_job,
 }
 
 
