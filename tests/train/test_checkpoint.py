@@ -1,0 +1,224 @@
+"""What is kept, what is resumed from, what is refused; and that it comes back to the bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dflashdist.cluster.world import Place
+from dflashdist.config import Config, InputError, load_config
+from dflashdist.data.shards import TokenStoreWriter
+from dflashdist.model.drafter import Drafter, load_drafter
+from dflashdist.train.blueprint import Blueprint
+from dflashdist.train.checkpoint import load_training
+from dflashdist.train.optim import build_optimizer
+
+CPU = torch.device("cpu")
+TARGET = {
+    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 8, "intermediate_size": 16,
+    "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory) -> list[str]:
+    """A target's config.json and a store of 40 rows: all that resuming is decided from."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "target").mkdir()
+    (folder / "target" / "config.json").write_text(json.dumps(TARGET))
+    return [f"target.path={folder / 'target'}", f"data.store={write_store(folder / 'store', 0)}"]
+
+
+def write_store(folder: Path, seed: int) -> Path:
+    """Rows of equal lengths for any seed, but other tokens."""
+    random = np.random.default_rng(seed)
+    settings = {
+        "target": "t", "tokenizer_fingerprint": "f", "tokenizer_length": 60,
+        "vocab_size": 64, "pad_id": 0, "max_length": 32, "min_supervised": 2,
+    }  # fmt: skip
+    with TokenStoreWriter(folder, settings) as writer:
+        for row in range(40):
+            ids = random.integers(1, 60, 8 + row % 20).astype(np.int32)
+            writer.add(ids, (np.arange(len(ids)) >= 4).astype(np.uint8))
+        counts = {"rows": 40, "kept": 40, "rejected": {}, "examples": {}}
+        writer.audit = counts | {"cut_rows": 0, "cut_tokens": 0}
+    return folder
+
+
+@pytest.fixture
+def overrides(inputs, tmp_path) -> list[str]:
+    return [
+        *inputs, f"run.dir={tmp_path / 'run'}", "data.max_length=32", "schedule.max_tokens=64",
+        "schedule.grid=8", "drafter.num_layers=1", "drafter.block_size=4", "drafter.num_anchors=4",
+        "drafter.target_layer_ids=[1,2]", "train.max_steps=50", "roles.layout=colocated",
+        "checkpoint.keep_last=2",
+    ]  # fmt: skip
+
+
+def blueprint(overrides: list[str], *more: str) -> Blueprint:
+    """What a rank that starts now would do."""
+    config: Config = load_config(None, [*overrides, *more])
+    return Blueprint(config, Place())
+
+
+class Trained:
+    """A drafter with an optimizer that has state, saved as a run would."""
+
+    def __init__(self, plan: Blueprint, seed: int = 0) -> None:
+        self.blueprint = plan
+        self.drafter = Drafter(plan.shape)
+        self.drafter.reset_parameters("fan_in", seed=seed)
+        self.optimizer = build_optimizer(plan.config.optim, self.drafter)
+        self.learn()
+
+    def learn(self) -> None:
+        draw = torch.Generator().manual_seed(5)
+        for parameter in self.drafter.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        self.optimizer.step()
+
+    def save(self, step: int) -> Path:
+        facts = self.blueprint.facts() | {"cursor": step * self.blueprint.steps.window}
+        return self.blueprint.checkpoints.save(step, self.drafter, self.optimizer, facts)
+
+
+@pytest.fixture
+def trained(overrides) -> Trained:
+    return Trained(blueprint(overrides))
+
+
+def names(trained: Trained) -> list[str]:
+    return sorted(path.name for path in trained.blueprint.checkpoints.folder.iterdir())
+
+
+def test_kept(overrides):
+    """The last 2, each fourth, and the untrained one at the start."""
+    trained = Trained(blueprint(overrides, "checkpoint.keep_every=4"))
+    for step in range(0, 12):
+        trained.save(step)
+    kept = [0, 4, 8, 10, 11]
+    assert names(trained) == [f"step_{step:08d}" for step in kept]
+    assert list(trained.blueprint.checkpoints.steps()) == kept
+
+
+def test_only_the_last(overrides):
+    trained = Trained(blueprint(overrides, "checkpoint.keep_last=1"))
+    for step in (3, 6, 9):
+        trained.save(step)
+    assert names(trained) == ["step_00000009"]
+
+
+def test_leftovers_of_a_killed_run(trained, overrides):
+    """Neither a folder aside nor one without its last file is a checkpoint; the next save, also of
+    that very step, removes what was left aside."""
+    whole = trained.save(1)
+    folder = whole.parent
+    for left in (".step_00000002.partial", ".step_00000007.partial"):
+        shutil.copytree(whole, folder / left)
+    shutil.copytree(whole, folder / "step_00000009")
+    (folder / "step_00000009" / "trainer/state.json").unlink()
+    assert blueprint(overrides).resume == whole
+    trained.save(2)
+    assert names(trained) == ["step_00000001", "step_00000002", "step_00000009"]
+    assert blueprint(overrides).first_step == 2
+
+
+def test_saving_a_step_again_replaces_it(trained):
+    trained.save(1)
+    trained.learn()
+    place = trained.save(1)
+    assert names(trained) == ["step_00000001"]
+    fresh = Drafter(trained.blueprint.shape)
+    load_training(place, fresh, build_optimizer(trained.blueprint.config.optim, fresh), CPU)
+    for name, tensor in trained.drafter.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor), name
+
+
+def test_restored_to_the_bit(trained):
+    """Weights in float32 and AdamW's state: one more step from either is the same step."""
+    place = trained.save(3)
+    published = load_drafter(place)  # what serving engines read is the same, in bfloat16
+    for name, tensor in trained.drafter.state_dict().items():
+        assert torch.equal(published.state_dict()[name], tensor.bfloat16().float()), name
+    other = Trained(trained.blueprint, seed=1)
+    load_training(place, other.drafter, other.optimizer, CPU)
+    for each in (trained, other):
+        each.learn()
+    for name, tensor in trained.drafter.state_dict().items():
+        assert torch.equal(other.drafter.state_dict()[name], tensor), name
+
+
+# ---- resuming
+
+
+def test_resume_auto_none_and_a_path(trained, overrides, tmp_path):
+    fresh = blueprint(overrides)
+    assert fresh.resume is None and fresh.first_step == 0 and fresh.first_seq == 0
+    assert blueprint(overrides, "train.resume=none").resume is None
+    for step in (5, 10):
+        trained.save(step)
+    newest = blueprint(overrides)
+    assert newest.resume is not None and newest.resume.name == "step_00000010"
+    assert newest.first_seq == 10 * newest.steps.window
+    path = tmp_path / "run/checkpoints/step_00000005"
+    elsewhere = f"run.dir={tmp_path / 'elsewhere'}"
+    assert blueprint(overrides, elsewhere, f"train.resume={path}").first_step == 5
+    with pytest.raises(InputError, match=r"train\.resume=none: .* holds 2 checkpoints"):
+        blueprint(overrides, "train.resume=none")
+    with pytest.raises(InputError, match=r"train\.resume=.*/nowhere: no complete checkpoint"):
+        blueprint(overrides, f"train.resume={tmp_path / 'nowhere'}")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("schedule.max_tokens=96", "max_tokens 64 -> 96"),
+        ("schedule.sort_block=3", "sort_block 16 -> 3"),
+        ("drafter.num_anchors=3", "num_anchors 4 -> 3"),
+        ("seed=1", "seed 0 -> 1"),
+        ("train.accumulation_steps=8", "window was 4 and is 8; keep drafters x"),
+        ("drafter.num_layers=2", "drafter was "),
+        ("drafter.target_layer_ids=[2,1]", "drafter was "),
+    ],
+)
+def test_what_differs_is_named(trained, overrides, change, named):
+    trained.save(5)
+    with pytest.raises(InputError) as error:
+        blueprint(overrides, change)
+    assert named in str(error.value)
+    assert "step_00000005" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_store_is_refused(trained, overrides, tmp_path):
+    """Also one with rows of the same lengths, which has the same plan."""
+    trained.save(5)
+    other = write_store(tmp_path / "other", seed=1)
+    with pytest.raises(InputError, match=r"store_fingerprint was .*; point data.store at"):
+        blueprint(overrides, f"data.store={other}")
+
+
+def test_what_may_differ(trained, overrides):
+    """Learning rate, target count and D with the window held change no micro-batch of the rest."""
+    trained.save(5)
+    config = load_config(None, [*overrides, "optim.lr=1e-5", "train.accumulation_steps=2"])
+    assert Blueprint(config, Place(world_size=2)).first_step == 5
+
+
+@pytest.mark.parametrize(
+    "file", ["trainer/state.json", "trainer/weights.safetensors", "trainer/optimizer.pt"]
+)
+def test_a_truncated_file_is_refused(trained, overrides, file):
+    """Bytes lost after the rename, by a disk or a copy, are never trained on from."""
+    place = trained.save(5)
+    whole = (place / file).read_bytes()
+    (place / file).write_bytes(whole[: len(whole) // 2])
+    fresh = Drafter(trained.blueprint.shape)
+    optimizer = build_optimizer(trained.blueprint.config.optim, fresh)
+    with pytest.raises(InputError, match=f"{place / file}: "):
+        again = blueprint(overrides)
+        assert again.resume is not None
+        load_training(again.resume, fresh, optimizer, CPU)
