@@ -9,7 +9,7 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     exit 0
 fi
 # shellcheck source=environment.sh
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" base
 cd "$ROOT"
 export OMP_NUM_THREADS=1 # 4 ranks share the cores
 regenerate=

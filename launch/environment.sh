@@ -1,12 +1,13 @@
 # Sourced by the other scripts: a Python environment with dflashdist in it, made once.
 #
-#   source launch/environment.sh [dev]     dev adds what tests need
+#   source launch/environment.sh base     what a run needs
+#   source launch/environment.sh dev      and what tests need
 #
 # The active virtual environment is used; without one, .venv is made in the repository. A second run
 # finds its stamp and installs nothing. Nothing is left outside the repository but pip's cache.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-EXTRA="${1:-}"
+[ "$1" = dev ] && EXTRA=dev || EXTRA=
 WANTED_PYTHON="${PYTHON:-python3}"
 
 if [ -z "${VIRTUAL_ENV:-}" ]; then
@@ -34,7 +35,8 @@ install_once() {
         [ -e "$have" ] && { [ -z "$EXTRA" ] || [[ "$have" == *-dev ]]; } && return 0
     done
     echo "==> installing dflashdist${EXTRA:+ with $EXTRA tools} (once)"
-    local constraints="$ROOT/launch/constraints.txt" pip=(python -m pip install --quiet --disable-pip-version-check)
+    local constraints="$ROOT/launch/constraints.txt"
+    local pip=(python -m pip install -qq --disable-pip-version-check)
     if python - <<'PY' 2>/dev/null
 import sys, importlib.metadata as m
 sys.exit(tuple(int(p) for p in m.version("torch").split("+")[0].split(".")[:2]) < (2, 10))

@@ -1,4 +1,4 @@
-"""Whole training jobs for run.sh: the demo's recipe, colocated, and split over real communicators."""
+"""Whole training jobs for run.sh: the demo's recipe, colocated, and split over communicators."""
 
 import os
 import re
