@@ -95,8 +95,11 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("conf", metavar="CONF", help="a YAML configuration")
     sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides")
     sub = command("evaluate", "Acceptance length by speculative decoding.", run_evaluate)
-    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint or drafter folder")
-    sub.add_argument("overrides", nargs="*", metavar="CONF|KEY=VALUE", help="YAML, then overrides")
+    sub.add_argument(
+        "checkpoints", nargs="+", metavar="CHECKPOINT|CONF|KEY=VALUE",
+        help="checkpoint or drafter folders, then perhaps a YAML file and overrides",
+    )  # fmt: skip
+    sub.set_defaults(overrides=[])
     sub.add_argument("--json", action="store_true", help="print the report as JSON")
     return top
 
@@ -195,23 +198,31 @@ def run_train(options: argparse.Namespace) -> None:
 
 
 def run_evaluate(options: argparse.Namespace) -> None:
-    given = options.overrides
-    conf = given.pop(0) if given and "=" not in given[0] else None
-    config = load_config(conf, given)
+    overrides = [item for item in options.checkpoints if "=" in item] + options.overrides
+    plain = [item for item in options.checkpoints if "=" not in item]
+    recipes = [item for item in plain if item.endswith((".yaml", ".yml"))]
+    checkpoints = [item for item in plain if item not in recipes]
+    if len(recipes) > 1 or not checkpoints:
+        raise InputError("name at least one checkpoint folder, and at most one YAML file")
+    config = load_config(recipes[0] if recipes else None, overrides)
     if not config.target.path:
         raise InputError("target.path is not set: name the model that the drafter was trained for")
     if not config.evaluate.prompts:
         raise InputError("evaluate.prompts is not set: name a JSONL file with `messages`")
-    from dflashdist.eval.acceptance import evaluate_drafter, format_report
+    from dflashdist.eval.acceptance import evaluate_drafters, format_report
 
-    report = evaluate_drafter(
-        options.checkpoint,
+    reports = evaluate_drafters(
+        checkpoints,
         config.target.path,
         config.evaluate.prompts,
         config.evaluate,
         device=config.train.device,
+        revision=config.target.revision,
     )
-    print(json.dumps(report, indent=1) if options.json else format_report(report))
+    if options.json:
+        print(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1))
+    else:
+        print("\n\n".join(map(format_report, reports)))
 
 
 def leave(code: int) -> None:

@@ -26,7 +26,7 @@ began=$SECONDS
 if [ -n "$regenerate" ]; then
     conversations="$run/conversations"
     echo "==> asking the target about this Python's own library (some minutes)"
-    OMP_NUM_THREADS="$(nproc)" python -m dflashdist.demo.answers "$conversations" --target "$target"
+    python -m dflashdist.demo.answers "$conversations" --target "$target"
 fi
 echo "==> preparing the token store $run/store"
 rm -rf "$run/checkpoints" "$run/tb" "$run/logs" # a demo starts anew
@@ -42,20 +42,19 @@ first="$run/checkpoints/step_00000000"
 last="$(find "$run/checkpoints" -maxdepth 1 -name 'step_*' | sort | tail -n 1)"
 echo "==> speculative decoding of held-out prompts with the untrained and the trained drafter"
 mkdir -p "$run/eval"
-evaluate=(dflashdist evaluate) prompts="evaluate.prompts=$conversations/heldout.jsonl.gz"
-"${evaluate[@]}" "$first" conf/demo.yaml "$prompts" "$@" --json >"$run/eval/before.json" &
-"${evaluate[@]}" "$last" conf/demo.yaml "$prompts" "$@" --json >"$run/eval/after.json"
-wait $!
+OMP_NUM_THREADS="$(nproc)" dflashdist evaluate "$first" "$last" conf/demo.yaml \
+    "evaluate.prompts=$conversations/heldout.jsonl.gz" "$@" --json >"$run/eval/report.json"
 python - "$run" "$last" $((SECONDS - began)) <<'PY'
 import json, sys
 run, last, seconds = sys.argv[1:]
-before, after = (json.load(open(f"{run}/eval/{name}.json")) for name in ("before", "after"))
+before, after = json.load(open(f"{run}/eval/report.json"))
 print(f"""
 run folder    {run}   (whole demo: {seconds} s)
+measured      {run}/eval/report.json: {after['tokens_compared_equal']:,} tokens, equal to plain decoding;
+              {after['speedup']:.2f}x its speed ({before['speedup']:.2f}x untrained)
 watch         tensorboard --logdir {run}/tb
 resume        python -m torch.distributed.run --standalone --nproc-per-node=4 -m dflashdist train conf/demo.yaml data.store={run}/store run.dir={run} train.max_steps=2000
 evaluate      dflashdist evaluate {last} conf/demo.yaml
-              clean answers {after['clean']}
 """)
 print(
     f"acceptance length: {before['clean']['acceptance_length']:.2f} before, "

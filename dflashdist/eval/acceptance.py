@@ -44,6 +44,7 @@ class Answer:
     speculative: Decoded
     capped: bool  # reached max_new_tokens without an end of turn
     looping: bool
+    tie: bool = False  # the two parted where rounding decides
 
 
 def evaluate_drafter(
@@ -56,17 +57,32 @@ def evaluate_drafter(
     dtype: str = AUTO,
     revision: str | None = None,
 ) -> dict[str, Any]:
-    """Decode the prompts with and without the drafter; the two outputs must be equal.
+    """The report of one drafter: see `evaluate_drafters`."""
+    options = {"device": device, "dtype": dtype, "revision": revision}
+    return evaluate_drafters([checkpoint], target, prompts, evaluate, **options)[0]
+
+
+def evaluate_drafters(
+    checkpoints: Sequence[str | Path],
+    target: str,
+    prompts: str | Path,
+    evaluate: EvaluateConfig,
+    device: str = AUTO,
+    *,
+    dtype: str = AUTO,
+    revision: str | None = None,
+) -> list[dict[str, Any]]:
+    """Decode the prompts by the target alone, once, and with each drafter: outputs must be equal.
 
     Args:
-        checkpoint: a drafter's folder (config.json and model.safetensors), trained or not.
+        checkpoints: drafters' folders (config.json and model.safetensors), trained or not.
         target: the whole target, by folder or name.
         prompts: JSON Lines with `messages`; a final assistant message is left out.
         evaluate: max_prompts and max_new_tokens.
         device: auto = CUDA where there is one. dtype: auto = bfloat16 on CUDA, float32 on CPU.
 
     Returns:
-        The report that `format_report` prints; plain values.
+        A report for each, which `format_report` prints; plain values.
 
     Raises:
         InputError: a folder, file or prompt that cannot be used.
@@ -76,39 +92,52 @@ def evaluate_drafter(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == AUTO:
         dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
-    drafter = load_drafter(checkpoint, dtype=getattr(torch, dtype)).to(device).eval()
-    _check_fit(target, drafter, revision)
+    drafters = [load_drafter(path, dtype=getattr(torch, dtype)) for path in checkpoints]
+    for drafter in drafters:
+        drafter.to(device).eval()
+        _check_fit(target, drafter, revision)
     chat = ChatTokenizer.load(target, revision)
-    longest = drafter.shape.max_position_embeddings - evaluate.max_new_tokens
-    ids = read_prompts(prompts, chat, evaluate.max_prompts, longest)
-    model = CachedTarget(
-        _load_target(target, dtype, device, revision), drafter.shape.target_layer_ids
-    )
-    answers, ties = [], 0
+    positions = min(drafter.shape.max_position_embeddings for drafter in drafters)
+    ids = read_prompts(prompts, chat, evaluate.max_prompts, positions - evaluate.max_new_tokens)
+    whole = _load_target(target, dtype, device, revision)
+    alone = CachedTarget(whole)
+    tapped = [CachedTarget(whole, drafter.shape.target_layer_ids) for drafter in drafters]
+    answers: list[list[Answer]] = [[] for _ in drafters]
     for prompt in tqdm(ids, desc="evaluate", unit=" prompts", disable=None):
         limit = (evaluate.max_new_tokens, chat.end_ids)
-        plain = plain_greedy(model, prompt, *limit)
-        speculative = speculative_greedy(model, drafter, prompt, *limit)
-        ties += check_equal(model, chat, prompt, plain.tokens, speculative.tokens)
-        tokens = speculative.tokens
-        capped = tokens[-1] not in chat.end_ids
-        answers.append(Answer(plain, speculative, capped, is_looping(tokens)))
-    clean = [answer for answer in answers if not (answer.capped or answer.looping)]
-    return {
-        "checkpoint": str(checkpoint),
+        plain = plain_greedy(alone, prompt, *limit)
+        for model, drafter, decoded in zip(tapped, drafters, answers, strict=True):
+            speculative = speculative_greedy(model, drafter, prompt, *limit)
+            tie = check_equal(alone, chat, prompt, plain.tokens, speculative.tokens)
+            capped = speculative.tokens[-1] not in chat.end_ids
+            looping = is_looping(speculative.tokens)
+            decoded.append(Answer(plain, speculative, capped, looping, tie))
+    told: dict[str, Any] = {
         "target": target,
         "prompts": str(prompts),
         "device": device,
         "dtype": dtype,
-        "block_size": drafter.shape.block_size,
         "max_new_tokens": evaluate.max_new_tokens,
+    }
+    return [
+        {"checkpoint": str(path)} | told | _report(decoded, drafter.shape.block_size)
+        for path, drafter, decoded in zip(checkpoints, drafters, answers, strict=True)
+    ]
+
+
+def _report(answers: Sequence[Answer], block_size: int) -> dict[str, Any]:
+    clean = [answer for answer in answers if not (answer.capped or answer.looping)]
+    return {
+        "block_size": block_size,
         "num_prompts": len(answers),
         "num_capped": sum(answer.capped for answer in answers),
         "num_looping": sum(answer.looping for answer in answers),
-        "all": acceptance(answers, drafter.shape.block_size),
-        "clean": acceptance(clean, drafter.shape.block_size),
-        "tokens_compared_equal": sum(len(answer.plain.tokens) for answer in answers),
-        "rounding_ties": ties,
+        "all": acceptance(answers, block_size),
+        "clean": acceptance(clean, block_size),
+        "tokens_compared_equal": sum(
+            len(answer.plain.tokens) for answer in answers if not answer.tie
+        ),
+        "rounding_ties": sum(answer.tie for answer in answers),
         **_speed(answers),
     }
 

@@ -83,6 +83,14 @@ def test_cut_short(num_bytes):
         decode(SPEC, message, 3, 0)
 
 
+def test_an_empty_message_has_neither_header_nor_trailer():
+    """In memory that held a whole message before, else a short one would look whole."""
+    for _ in range(20):
+        encode(SPEC, random_states(SPEC, 0))  # freed at once: the next one gets its memory
+        message = empty_message(SPEC, torch.device("cpu"))
+        assert not message[: HEADER.size].any() and not message[-TRAILER.size :].any()
+
+
 @pytest.mark.parametrize("place", range(HEADER.size, SPEC.num_bytes - TRAILER.size))
 def test_every_payload_byte_is_under_the_checksum(place):
     message = encode(SPEC, random_states(SPEC, 0), checksum=True)

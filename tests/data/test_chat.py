@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 import dflashdist.demo
 from dflashdist.config import InputError
@@ -97,13 +98,15 @@ def test_a_token_across_the_edge_is_refused(chat, tmp_path):
     indented = [TALK[1], {"role": "assistant", "content": "  indented"}]  # newline and blanks merge
     with pytest.raises(RowError, match=module.STRADDLES):
         supervised_text(chat, indented)
-    # " Walk" is one token; its offset may leave out the blank that the prompt ends with.
+    # " Walk" is one token, whose offsets leave out the blank that the prompt ends with.
     joined = (
         "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + '<|im_end|>' }}{% endfor %}"
     )
     prompt = "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    trimming = with_template(tmp_path, joined + prompt)
+    trimming.tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     with pytest.raises(RowError, match=module.STRADDLES):
-        supervised_text(with_template(tmp_path, joined + prompt), TALK[1:3])
+        supervised_text(trimming, TALK[1:3])
 
 
 def test_an_end_of_turn_inside_an_answer_is_refused(chat):

@@ -16,6 +16,7 @@ from dflashdist.eval.acceptance import (
     acceptance,
     check_equal,
     evaluate_drafter,
+    evaluate_drafters,
     format_report,
     read_prompts,
 )
@@ -84,6 +85,13 @@ def test_report_of_an_untrained_drafter(drafter_folder, target, prompts):
     assert report["clean"]["acceptance_length"] is None
     table = format_report(report)
     assert "3 prompts" in table and f"{report['all']['acceptance_length']:.2f}" in table
+
+
+def test_several_drafters_share_the_plain_answers(drafter_folder, target, prompts):
+    evaluate = EvaluateConfig(max_prompts=2, max_new_tokens=6)
+    both = evaluate_drafters([drafter_folder] * 2, str(target), prompts, evaluate, "cpu")
+    assert both[0]["all"] == both[1]["all"]
+    assert both[0]["plain_tokens_per_second"] == both[1]["plain_tokens_per_second"]
 
 
 def answer(emitted, accepted, offered):

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dflashdist.cluster.roles import COLOCATED, Roles
@@ -83,6 +85,7 @@ class Outcome:
     skipped: int = 0
     in_a_row: int = 0
     seqs: list[int] = field(default_factory=list)
+    reductions: int = 0  # of gradients, the one of the warm-up among them
     warnings: list[str] = field(default_factory=list)
     weights: list[np.ndarray] = field(default_factory=list)  # at the start and after each step
 
@@ -126,11 +129,17 @@ def run(
         outcome.skipped, outcome.in_a_row = state.skipped, state.bad_in_a_row
         return False
 
+    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        outcome.reductions += 1
+        return allreduce_hook(world.drafters, bucket)
+
     outcome.weights.append(flat())
+    wrapped = DistributedDataParallel(
+        model, process_group=world.drafters, gradient_as_bucket_view=True
+    )
+    wrapped.register_comm_hook(None, hook)
     job = Job(
-        model=DistributedDataParallel(
-            model, process_group=world.drafters, gradient_as_bucket_view=True
-        ),
+        model=wrapped,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         source=source,  # pyright: ignore[reportArgumentType], its batches are this model's
         plan=plan,
@@ -289,5 +298,6 @@ def test_the_gradient_of_one_big_batch(run_ranks, drafters, accumulation):
     for i, tolerance in enumerate((1e-12, 1e-5, 1e-12)):
         assert (wanted[i] - start).abs().max() > 100 * tolerance
         for outcomes in by_rank:
+            assert outcomes[i].reductions == 1 + 3, "one a step, whatever is accumulated"
             got = torch.from_numpy(outcomes[i].weights[-1])
             torch.testing.assert_close(got, wanted[i], rtol=0, atol=tolerance)

@@ -105,11 +105,11 @@ def test_kept(overrides):
     assert list(trained.blueprint.checkpoints.steps()) == kept
 
 
-def test_only_the_last(overrides):
+def test_only_the_last_and_the_start(overrides):
     trained = Trained(blueprint(overrides, "checkpoint.keep_last=1"))
-    for step in (3, 6, 9):
+    for step in (0, 3, 6, 9):
         trained.save(step)
-    assert names(trained) == ["step_00000009"]
+    assert names(trained) == ["step_00000000", "step_00000009"]
 
 
 def test_leftovers_of_a_killed_run(trained, overrides):
