@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Ranks, train_overrides
-from runs import assert_same_bits, slots, trace, weights
+from run_folder import assert_same_bits, slots, trace, weights
 
 pytestmark = pytest.mark.dist
 

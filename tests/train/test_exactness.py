@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import train_overrides
-from runs import assert_same_bits, losses, slots, trace, weights
+from run_folder import assert_same_bits, losses, slots, trace, weights
 
 pytestmark = pytest.mark.dist
 
