@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Ranks
+from ranks import Ranks
 
 from dflashdist.cluster.health import Halted, is_echo
 from dflashdist.cluster.roles import SPLIT, Roles

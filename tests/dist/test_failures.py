@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Ranks, train_overrides
+from ranks import Ranks, train_overrides
 from run_folder import assert_same_bits, slots, trace, weights
 
 pytestmark = pytest.mark.dist

@@ -199,7 +199,7 @@ ENDS = {seq: NOTHING for seq in range(4, 8)} | {9: LOSS, 10: LOSS, 14: GRADIENT}
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[Outcome]]:
     """Scenario -> outcome of both drafters; one pair of processes for all of them."""
-    from conftest import Ranks
+    from ranks import Ranks
 
     common: dict[str, Any] = {"accumulation": 2}
     scenarios = {kind: common | {"num_steps": 4, "bad": bad} for kind, bad in KINDS.items()}

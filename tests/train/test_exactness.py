@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import train_overrides
+from ranks import train_overrides
 from run_folder import assert_same_bits, losses, slots, trace, weights
 
 pytestmark = pytest.mark.dist
