@@ -16,4 +16,5 @@ pyright --pythonpath "$(command -v python)"
 echo "==> shell scripts"
 for script in launch/*.sh launch/*.sbatch tests/gpu/run.sh .ci/run; do bash -n "$script"; done
 echo "==> pytest"
+mkdir -p "$VIRTUAL_ENV/tmp"
 exec python -m pytest --basetemp="$VIRTUAL_ENV/tmp/pytest" "$@"
