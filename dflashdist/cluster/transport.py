@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MAGIC = 0x64666C617368_0001  # "dflash", layout 1
 HEADER = struct.Struct("<QqqqqqQq")  # magic, seq, tokens, features, hidden size, dtype, checksum, 0
-TRAILER = struct.Struct("<Qq")  # magic, seq: not there where a message was cut short
+TRAILER = struct.Struct("<qQ")  # seq, magic (its last byte is not 0): missing if cut short
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -88,7 +88,7 @@ def encode(spec: MessageSpec, packed: torch.Tensor, checksum: bool = False) -> t
     message[: HEADER.size] = as_tensor(header, packed.device)
     message[HEADER.size : HEADER.size + spec.payload_bytes] = payload
     message[HEADER.size + spec.payload_bytes :] = as_tensor(
-        TRAILER.pack(MAGIC, spec.seq), packed.device
+        TRAILER.pack(spec.seq, MAGIC), packed.device
     )
     return message
 
@@ -126,7 +126,7 @@ def decode(spec: MessageSpec, message: torch.Tensor, sender: int, receiver: int)
             raise TransportError(spec.seq, f"{between}: {name} is {theirs}, the plan says {mine}")
     payload = message[HEADER.size : HEADER.size + spec.payload_bytes]
     trailer = TRAILER.unpack(message[-TRAILER.size :].cpu().numpy().tobytes())
-    if trailer != (MAGIC, spec.seq):
+    if trailer != (spec.seq, MAGIC):
         raise TransportError(
             spec.seq, f"{between}: cut short, fewer than its {spec.num_bytes} bytes came"
         )

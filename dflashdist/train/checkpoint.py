@@ -14,9 +14,11 @@ import os
 import re
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflashdist.config import CheckpointConfig, InputError
@@ -137,13 +139,21 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) ->
 def load_training(
     checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> None:
-    """Restore float32 weights and optimizer state, exactly."""
-    drafter.load_state_dict(
-        load_file(checkpoint / "trainer/weights.safetensors", device=str(device))
-    )
-    optimizer.load_state_dict(
-        torch.load(checkpoint / "trainer/optimizer.pt", map_location=device, weights_only=True)
-    )
+    """Restore float32 weights and optimizer state, exactly.
+
+    Raises InputError naming a file that cannot be read.
+    """
+    file = checkpoint / "trainer/weights.safetensors"
+    try:
+        drafter.load_state_dict(load_file(file, device=str(device)))
+        file = checkpoint / "trainer/optimizer.pt"
+        optimizer.load_state_dict(torch.load(file, map_location=device, weights_only=True))
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{file}: cannot be read ({reason}); delete this checkpoint's folder to go on from the "
+            "one before"
+        ) from error
 
 
 def sync(path: Path) -> None:
