@@ -152,7 +152,7 @@ def run_plan(options: argparse.Namespace) -> None:
     report = plan_report(
         plan,
         steps,
-        queue_depth=queue_depth(config.pipeline, steps.window),
+        queue_depth=queue_depth(config.pipeline, steps.window, roles.num_targets),
         num_features=features,
         hidden_size=hidden_size,
         bytes_per_value=4 if config.target.dtype == "float32" else 2,

@@ -85,6 +85,6 @@ def test_known_keys_are_all_there():
 
 def test_queue_depth():
     pipeline = load_config(None).pipeline
-    assert [queue_depth(pipeline, window) for window in (1, 6, 28)] == [12, 12, 56]
+    assert [queue_depth(pipeline, *sizes) for sizes in ((1, 1), (5, 1), (28, 4))] == [12, 12, 64]
     pipeline.hidden_state_queue_depth = "5"
-    assert queue_depth(pipeline, 28) == 5
+    assert queue_depth(pipeline, 28, 4) == 5

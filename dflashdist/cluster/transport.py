@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,11 @@ class MessageSpec:
         return self.tokens * self.features * self.hidden_size * self.dtype.itemsize
 
     @property
+    def facts(self) -> tuple[int, int, int, int, int]:
+        """Seq, tokens, features, hidden size and dtype as numbers."""
+        return self.seq, self.tokens, self.features, self.hidden_size, DTYPES.index(self.dtype)
+
+    @property
     def num_bytes(self) -> int:
         return HEADER.size + self.payload_bytes + TRAILER.size
 
@@ -76,11 +81,7 @@ def encode(spec: MessageSpec, packed: torch.Tensor, checksum: bool = False) -> t
     crc = checksum_of(payload) if checksum else 0
     header = HEADER.pack(
         MAGIC,
-        spec.seq,
-        spec.tokens,
-        spec.features,
-        spec.hidden_size,
-        DTYPES.index(spec.dtype),
+        *spec.facts,
         crc,
         0,
     )
@@ -114,16 +115,7 @@ def decode(spec: MessageSpec, message: torch.Tensor, sender: int, receiver: int)
         raise TransportError(
             spec.seq, f"{between}: not a message of this version (header {magic:#x})"
         )
-    got = (seq, tokens, features, hidden_size, dtype)
-    wanted = (spec.seq, spec.tokens, spec.features, spec.hidden_size, DTYPES.index(spec.dtype))
-    for name, mine, theirs in zip(
-        ("seq", "tokens", "features", "hidden size", "dtype"), wanted, got, strict=True
-    ):
-        if mine != theirs:
-            if name == "dtype":
-                theirs = DTYPES[theirs] if 0 <= theirs < len(DTYPES) else f"code {theirs}"
-                mine = spec.dtype
-            raise TransportError(spec.seq, f"{between}: {name} is {theirs}, the plan says {mine}")
+    check_claims(spec, (seq, tokens, features, hidden_size, dtype), sender, receiver)
     payload = message[HEADER.size : HEADER.size + spec.payload_bytes]
     trailer = TRAILER.unpack(message[-TRAILER.size :].cpu().numpy().tobytes())
     if trailer != (spec.seq, MAGIC):
@@ -135,6 +127,22 @@ def decode(spec: MessageSpec, message: torch.Tensor, sender: int, receiver: int)
             spec.seq, f"{between}: the checksum of its {spec.payload_bytes} bytes is wrong"
         )
     return payload.view(spec.dtype).view(spec.tokens, spec.features * spec.hidden_size)
+
+
+def check_claims(spec: MessageSpec, got: Sequence[int], sender: int, receiver: int) -> None:
+    """Hold what a message says of itself to the plan. Raises TransportError naming both ranks."""
+    for name, mine, theirs in zip(
+        ("seq", "tokens", "features", "hidden size", "dtype"), spec.facts, got, strict=True
+    ):
+        if mine != theirs:
+            if name == "dtype":
+                theirs = DTYPES[theirs] if 0 <= theirs < len(DTYPES) else f"code {theirs}"
+                mine = spec.dtype
+            raise TransportError(
+                spec.seq,
+                f"message from rank {sender} to rank {receiver}: {name} is {theirs}, "
+                f"the plan says {mine}",
+            )
 
 
 def as_tensor(data: bytes, device: torch.device) -> torch.Tensor:
@@ -238,7 +246,7 @@ class Sender:
         if message.is_cuda:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(message.device))
-        self._items.put((spec.seq, message, ready))
+        self._items.put((spec, message, ready))
 
     def close(self) -> None:
         """Return when everything is sent."""
@@ -249,12 +257,15 @@ class Sender:
     def _run(self) -> None:
         self._link.warm_up(self._roles, self._rank)
         while (item := self._health.take(self._items)) is not None:
-            seq, message, ready = item
+            spec, message, ready = item
+            seq = spec.seq
             drafter = self._drafter_of(seq)
             if self._delay:
                 time.sleep(random.uniform(0, self._delay))
             place = self._store.add(f"inbox_size/{drafter}", 1) - 1
-            self._store.set(f"inbox/{drafter}/{place}", f"{seq} {self._rank}")
+            self._store.set(
+                f"inbox/{drafter}/{place}", " ".join(map(str, (self._rank, *spec.facts)))
+            )
             self._health.wait_key(self._store, f"go/{seq}")
             self._store.delete_key(f"go/{seq}")
             began = time.perf_counter()
@@ -306,9 +317,12 @@ class Receiver:
         self._link.warm_up(self._roles, self._rank)
         for place in range(self._num_messages):
             key = f"inbox/{self._rank}/{place}"
-            seq, sender = map(int, self._health.wait_key(self._store, key).split())
+            sender, *facts = map(int, self._health.wait_key(self._store, key).split())
             self._store.delete_key(key)
+            seq = facts[0]
             spec = self._spec_of(seq)
+            # Before the receive is posted: a longer message ends a gloo process, and hangs NCCL.
+            check_claims(spec, facts, sender, self._rank)
             message = empty_message(spec, self._device)
             self._store.set(f"go/{seq}", "1")
             with naming(seq, f"receive of seq {seq} from rank {sender} by rank {self._rank}"):

@@ -37,19 +37,21 @@ class Place:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    attempt: int = 0  # how often torchrun has started the job again
 
     @classmethod
     def from_environment(cls) -> "Place":
         """The place that torchrun put this process in; alone when there was no launcher."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if "RANK" not in os.environ:
             return cls()
-        return cls(
-            *(
-                int(os.environ.get(name, fallback))
-                for name, fallback in zip(names, "0101", strict=True)
-            )
-        )
+        names = {
+            "RANK": 0,
+            "WORLD_SIZE": 1,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+        }
+        return cls(*(int(os.environ.get(name, fallback)) for name, fallback in names.items()))
 
 
 def choose_device(wanted: str, place: Place) -> torch.device:
@@ -112,17 +114,28 @@ class World:
     def _open_store(self) -> dist.Store:
         if self.place.world_size == 1:
             return dist.HashStore()  # nobody else: nothing listens
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        many_nodes = self.place.local_world_size < self.place.world_size
+        if agent and many_nodes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+            raise InputError(
+                "a job of several nodes that torchrun restarts would find its old keys: export "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 as launch/slurm.sbatch does, or restart none"
+            )
         self._hosts_store = self.rank == 0 and not agent
         return dist.TCPStore(
-            host, port, is_master=self._hosts_store, wait_for_workers=False,
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=self._hosts_store,
+            wait_for_workers=False,
             timeout=timedelta(seconds=JOIN_SECONDS),
-        )  # fmt: skip
+        )
 
     def prefixed(self, store: dist.Store) -> dist.Store:
+        """Keys of this run and attempt. torchrun counts attempts node by node, so only where its
+        own store outlives them, on one node, is the count alike everywhere and needed."""
         run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = self.place.attempt if agent else 0
         return dist.PrefixStore(f"dflashdist/{run}/attempt_{attempt}", store)
 
     def clone_store(self) -> dist.Store:
@@ -158,8 +171,8 @@ class World:
         self.store.set(f"member/{self.rank}", json.dumps(asdict(self.member)))
         self.health.register()
         self.barrier("member", JOIN_SECONDS)
-        ranks = range(self.place.world_size)
-        return [Member(**json.loads(self.store.get(f"member/{rank}"))) for rank in ranks]
+        keys = [f"member/{rank}" for rank in range(self.place.world_size)]
+        return [Member(**json.loads(value)) for value in self.store.multi_get(keys)]
 
     def agree(self, facts: dict[str, str]) -> None:
         """Hold that all ranks have the facts of rank 0, which compares them.

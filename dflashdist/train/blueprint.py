@@ -66,11 +66,11 @@ class Blueprint:
             num_steps=config.train.max_steps,
             epochs=config.train.epochs,
         )
-        self.depth = queue_depth(config.pipeline, self.steps.window)
+        self.depth = queue_depth(config.pipeline, self.steps.window, self.roles.num_targets)
         self.rows = Rows(self.store, self.plan, self.store.meta["pad_id"])
         self.folder = Path(config.run.dir)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
-        self.resume = self.checkpoints.choose(config.train.resume)
+        self.resume = self.checkpoints.choose(config.train.resume, place.attempt > 0)
         self.saved: dict[str, Any] = {}
         if self.resume:
             self.saved = read_facts(self.resume)

@@ -24,6 +24,11 @@ from safetensors.torch import load_file, save_file
 from dflashdist.config import CheckpointConfig, InputError
 from dflashdist.model.drafter import Drafter, save_drafter
 
+SAME = {  # what must not change between a checkpoint and its continuation, and how to mend it
+    "store_fingerprint": "point data.store at the store it was made with",
+    "window": "keep drafters x train.accumulation_steps",
+    "drafter": "restore the drafter section",
+}
 NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -44,16 +49,20 @@ class Checkpoints:
         }
         return dict(sorted(found.items()))
 
-    def choose(self, resume: str) -> Path | None:
+    def choose(self, resume: str, restarted: bool = False) -> Path | None:
         """The checkpoint that `train.resume` means; None starts anew.
 
-        Raises InputError where a named one is not there, or where `none` would mix two runs.
+        `restarted`: torchrun started this job again after a failure, so what this run itself has
+        saved meanwhile goes before what it was told to start from.
+
+        Raises InputError where a named one is not there, or where two runs would mix.
         """
         steps = self.steps()
-        if resume == "auto":
-            return list(steps.values())[-1] if steps else None
+        newest = list(steps.values())[-1] if steps else None
+        if resume == "auto" or (restarted and newest):
+            return newest
         if resume == "none":
-            if steps:
+            if newest:
                 raise InputError(
                     f"train.resume=none: {self.folder} holds {len(steps)} checkpoints of another "
                     "run; take another run.dir, delete them, or use train.resume=auto"
@@ -62,6 +71,11 @@ class Checkpoints:
         path = Path(resume)
         if not (path / "trainer/state.json").is_file():
             raise InputError(f"train.resume={resume}: no complete checkpoint (trainer/state.json)")
+        if newest and newest.resolve() != path.resolve():
+            raise InputError(
+                f"train.resume={resume}: {self.folder} holds others up to {newest.name}, which "
+                "later starts would take for this run's; delete them, or take another run.dir"
+            )
         return path
 
     def save(
@@ -109,9 +123,13 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     """trainer/state.json of a checkpoint. Raises InputError if it cannot be read."""
     file = checkpoint / "trainer/state.json"
     try:
-        return json.loads(file.read_text())
+        facts = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: not a checkpoint's state ({error})") from error
+    missing = {"step", "fingerprint", "fingerprint_parts", *SAME} - facts.keys()
+    if missing:
+        raise InputError(f"{file}: not a checkpoint's state (no {', '.join(sorted(missing))})")
+    return facts
 
 
 def check_facts(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
@@ -127,11 +145,7 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) ->
             f"{checkpoint}: made with another plan ({'; '.join(differing)}); restore what differs, "
             "or start anew in another run.dir"
         )
-    for name, fix in (
-        ("store_fingerprint", "point data.store at the store it was made with"),
-        ("window", "keep drafters x train.accumulation_steps"),
-        ("drafter", "restore the drafter section"),
-    ):
+    for name, fix in SAME.items():
         if saved[name] != now[name]:
             raise InputError(f"{checkpoint}: {name} was {saved[name]} and is {now[name]}; {fix}")
 

@@ -430,7 +430,7 @@ def simulate(
         ],
         draw.lognormal(-(sigma**2) / 2, sigma, number),
         drafter_mean * draw.normal(1, 0.03, number).clip(0.5),
-        credit or queue_depth(PipelineConfig(), window),
+        credit or queue_depth(PipelineConfig(), window, targets),
         transfer,
         tick,
     )

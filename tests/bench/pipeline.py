@@ -83,7 +83,9 @@ class Work:
         self.steps = Steps(
             self.plan, num_drafters=case.drafters, accumulation=ACCUMULATION, num_steps=num_steps
         )
-        self.depth = queue_depth(PipelineConfig(hidden_state_queue_depth=case.credit), window)
+        self.depth = queue_depth(
+            PipelineConfig(hidden_state_queue_depth=case.credit), window, case.targets
+        )
         self._case, epoch = case, self.plan.epoch(0)
         self._means = {"padded_tokens": epoch.padded_tokens.mean(), "cost": epoch.cost.mean()}
         speed = case.targets - (1 - 1 / SLOW if case.slow else 0)
