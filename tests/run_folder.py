@@ -14,11 +14,19 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 def losses(folder: Path) -> dict[int, float]:
     """Step -> loss, from the tensorboard files."""
+    return scalars(folder)["loss"]
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Name -> step -> value, of all that tensorboard would show."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tb"))
     events.Reload()
-    return {point.step: point.value for point in events.Scalars("loss")}
+    return {
+        name: {point.step: point.value for point in events.Scalars(name)}
+        for name in events.Tags()["scalars"]
+    }
 
 
 def trace(folder: Path, event: str) -> list[dict]:

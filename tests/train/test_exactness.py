@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import train_overrides
-from run_folder import assert_same_bits, losses, slots, trace, weights
+from run_folder import assert_same_bits, losses, scalars, slots, trace, weights
 
 pytestmark = pytest.mark.dist
 
@@ -54,6 +54,7 @@ def test_split_equals_colocated(run_ranks, tiny_overrides, tmp_path, drafters):
              "pipeline.checksum=true"],
         )  # fmt: skip
         assert_same_bits(weights(tmp_path / "0", 6), weights(folder, 6))
+        assert_shown(folder)
         assert slots(folder) == slots(tmp_path / "0")
         held, most = 0, 0
         for fact in sorted(
@@ -63,6 +64,25 @@ def test_split_equals_colocated(run_ranks, tiny_overrides, tmp_path, drafters):
             most = max(most, held)
         assert held == 0 and most <= depth
         assert_rules_of_nccl(folder, range(drafters), range(drafters, drafters + targets))
+
+
+def assert_shown(folder: Path) -> None:
+    """What tensorboard must have, and that shares of time are shares."""
+    points = scalars(folder)
+    assert {
+        "loss", "accepted_length", "accuracy/all", "accuracy/position_01", "accuracy/position_03",
+        "lr", "grad_norm", "skipped_steps", "padding_efficiency", "queue_depth",
+        "tokens_per_second/drafters", "tokens_per_second/targets", "time/drafters_wait",
+        "time/targets_wait",
+    } <= points.keys()  # fmt: skip
+    assert any(name.startswith("bucket_micro_batches/") for name in points)
+    for role in ("drafters", "targets"):
+        for step in points[f"time/{role}_wait"]:
+            parts = [
+                points[f"time/{role}_{part}"][step] for part in ("wait", "transfer", "compute")
+            ]
+            assert all(part >= 0 for part in parts)
+            assert sum(parts) == pytest.approx(1, abs=1e-6)  # float32 in the file
 
 
 def assert_rules_of_nccl(folder: Path, drafters: range, targets: range) -> None:
@@ -118,6 +138,7 @@ def test_stopped_and_resumed_with_other_roles(run_ranks, tiny_overrides, tmp_pat
     assert_same_bits(weights(whole, 6), weights(parts, 6))
     assert slots(whole) == slots(parts)
     assert [fact["step"] for fact in trace(parts, "start") if fact["rank"] == 0] == [0, 4]
+    assert losses(whole) == losses(parts) and list(losses(parts)) == [1, 2, 3, 4, 5, 6]
     optimizers = [
         torch.load(f / "checkpoints/step_00000006/trainer/optimizer.pt", weights_only=True)
         for f in (whole, parts)
