@@ -235,12 +235,14 @@ class Sender:
         self._room = threading.Semaphore(max_unsent)
         self._items: queue.Queue[Any] = queue.Queue()
         self._done = threading.Event()
-        self.seconds_sending = 0.0
         health.thread("transport", self._run)
 
-    def put(self, spec: MessageSpec, packed: torch.Tensor) -> None:
-        """Hand over [tokens, features x hidden_size]; blocks while `max_unsent` are held."""
+    def wait_for_room(self) -> None:
+        """Block while `max_unsent` messages are held. Before each `put`, once."""
         self._health.acquire(self._room)
+
+    def put(self, spec: MessageSpec, packed: torch.Tensor) -> None:
+        """Copy [tokens, features x hidden_size] into a message and hand it to the thread."""
         message = encode(spec, packed, self._checksum)
         ready = None
         if message.is_cuda:
@@ -268,10 +270,8 @@ class Sender:
             )
             self._health.wait_key(self._store, f"go/{seq}")
             self._store.delete_key(f"go/{seq}")
-            began = time.perf_counter()
             with naming(seq, f"send of seq {seq} from rank {self._rank} to rank {drafter}"):
                 self._link.send(message, drafter, seq, ready)
-            self.seconds_sending += time.perf_counter() - began
             del item, message
             self._room.release()
         self._done.set()

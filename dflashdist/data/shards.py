@@ -161,7 +161,7 @@ class TokenStoreWriter:
         with open(self._partial / META, "w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)
             _sync(file)
-        _sync_folder(self._partial)
+        sync(self._partial)
         self._put_in_place()
 
     def _fingerprint(self, lengths: np.ndarray) -> str:
@@ -176,7 +176,7 @@ class TokenStoreWriter:
         if self.path.exists():
             os.rename(self.path, old)
         os.rename(self._partial, self.path)
-        _sync_folder(self.path.parent)
+        sync(self.path.parent)
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -185,7 +185,8 @@ def _sync(file: IO[Any]) -> None:
     os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

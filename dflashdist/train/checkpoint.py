@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dflashdist.config import CheckpointConfig, InputError
+from dflashdist.data.shards import sync
 from dflashdist.model.drafter import Drafter, save_drafter
 
 SAME = {  # what must not change between a checkpoint and its continuation, and how to mend it
@@ -168,12 +169,3 @@ def load_training(
             f"{file}: cannot be read ({reason}); delete this checkpoint's folder to go on from the "
             "one before"
         ) from error
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

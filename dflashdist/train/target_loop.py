@@ -56,6 +56,8 @@ def run_target(
         spec = spec_of(seq)
         health.phase("wait for room to send", seq)
         with work.clock.waiting():
+            sender.wait_for_room()
+        with work.clock.transferring():
             sender.put(spec, packed)
         work.tokens += spec.tokens
     health.phase("wait for the last sends")

@@ -76,8 +76,10 @@ def send_and_receive() -> list[int]:
                 drafter_of=lambda seq: seq % 2, max_unsent=2, checksum=True,
             )  # fmt: skip
             for seq in range(world.rank - 2, NUM_GOOD, 3):  # seqs 0 3 6.. and 1 4 7..
+                sender.wait_for_room()
                 sender.put(good_spec(seq), states(good_spec(seq)))
             for seq in range(2, NUM_GOOD, 3) if world.rank == 2 else ():
+                sender.wait_for_room()
                 sender.put(good_spec(seq), states(good_spec(seq)))
             sender.close()
     world.barrier("finished")
@@ -147,6 +149,7 @@ def send_bad(case: str) -> tuple[str, float]:
                 sender = Sender(
                     link, store, health, roles, rank=1, drafter_of=lambda seq: 0, max_unsent=1
                 )
+                sender.wait_for_room()
                 sender.put(sent, states(sent))
                 sender.close()
             else:
