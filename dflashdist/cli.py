@@ -29,7 +29,8 @@ EPILOG = {
   dflashdist plan conf/qwen3-8b.yaml data.lengths=lengths.npy schedule.max_tokens=16384 --json""",
     "train": """examples:
   torchrun --standalone --nproc-per-node=8 -m dflashdist train CONF roles.num_targets=2
-  python -m dflashdist train conf/demo.yaml            one process: layout colocated""",
+  python -m dflashdist train conf/demo.yaml roles.num_targets=null roles.num_drafters=null
+                                    one process: layout colocated""",
     "evaluate": """example:
   dflashdist evaluate runs/demo/checkpoints/step_00000400 conf/demo.yaml evaluate.max_prompts=32
 
@@ -192,8 +193,8 @@ def run_train(options: argparse.Namespace) -> None:
 
     try:
         train_rank(config)
-    except Halted:
-        leave(1)
+    except Halted as halted:
+        leave(2 if isinstance(halted.__cause__, InputError) else 1)
     leave(0)
 
 

@@ -5,6 +5,7 @@ An unknown key, a wrong type or an impossible value is an `InputError` naming ke
 """
 
 import difflib
+import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -208,8 +209,15 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         key, sign, _ = item.partition("=")
         if not sign or not key:
             raise InputError(f"{item!r}: an override is key=value, for example optim.lr=1e-3")
-        tree = _merge(tree, OmegaConf.from_dotlist([item]), item)
-    config = OmegaConf.to_object(tree)
+        try:
+            layer = OmegaConf.from_dotlist([item])
+        except Exception as error:  # of the YAML in the value
+            raise InputError(f"{item}: not key=value: {' '.join(str(error).split())}") from error
+        tree = _merge(tree, layer, item)
+    try:
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise InputError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
     validate(config)
     return config
@@ -251,8 +259,8 @@ def validate(config: Config) -> None:
     ]  # fmt: skip
     for key in positive:
         value = value_of(config, key)
-        if value is not None and not value > 0:
-            raise InputError(f"{key}={value}: must be greater than 0")
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{key}={value}: must be greater than 0, and finite")
     choices = {
         "roles.layout": (AUTO, "split", "colocated"),
         "target.dtype": (AUTO, "float32", "bfloat16", "float16"),

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from dflashdist.cluster.processes import StopSignals, end_process, is_alive
 from dflashdist.cluster.roles import Member
+from dflashdist.config import InputError
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ class Health:
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._closing = threading.Event()
         self._ticked = time.monotonic()
-        self._signals = StopSignals()
+        self._signals: StopSignals | None = None
+        self._interrupts = 0
         self._thread = threading.Thread(target=self._watch, name="health", daemon=True)
 
     def register(self) -> None:
@@ -95,6 +97,7 @@ class Health:
     def start(self, members: list[Member]) -> None:
         """Begin to watch; all members must have registered, each with a first sign of life."""
         self.members = members
+        self._signals = StopSignals()  # until here SIGTERM ends the process: nobody would read it
         self._thread.start()
         threading.Thread(target=self._watch_the_watch, name="watchdog", daemon=True).start()
 
@@ -167,8 +170,11 @@ class Health:
 
     def fail(self, error: BaseException) -> None:
         """End the job because of `error`, which arose on this rank."""
-        log.error("%s", "".join(traceback.format_exception(error)))
+        log.info("%s", "".join(traceback.format_exception(error)))  # not on the console
         if is_echo(error) and self.halted.wait(ECHO):
+            return
+        if isinstance(error, InputError):  # says itself what to do, and resuming is not it
+            self._set_halt(Halt("abort", self.member.rank, f"{self.member}: {error}"))
             return
         seq = getattr(error, "seq", self._seq)
         where = f", seq {seq}" if seq is not None else ""
@@ -285,6 +291,11 @@ class Health:
         lost = (self._ended() or self.members)[0]
         self.abort(lost, f"{gone(lost)}; the job's store does not answer any more")
 
+    def alone(self) -> bool:
+        """Whether all other ranks were on this machine and have ended."""
+        others = len(self.members) - 1
+        return others > 0 and len(self._ended()) == others
+
     def _ended(self) -> list[Member]:
         """Members of this machine whose processes are no more."""
         here = [m for m in self.members if m.machine == self.member.machine]
@@ -325,10 +336,11 @@ class Health:
             self.abort(member, f"{what} (pipeline.stall_seconds, if such a wait is expected)")
 
     def _read_signals(self) -> None:
-        asked = self._signals.received()
+        asked = self._signals.received() if self._signals else []
         if not asked:
             return
-        if self.stop_requested.is_set() and signal.SIGINT in asked:
+        self._interrupts += asked.count(signal.SIGINT)
+        if self._interrupts > 1:  # whoever insists need not wait for the step
             os._exit(130)
         log.info("asked to stop by signal %s", asked)
         self.stop_requested.set()

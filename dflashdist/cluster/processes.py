@@ -6,9 +6,11 @@ import socket
 import threading
 from contextlib import suppress
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 class StopSignals:
-    """SIGTERM and SIGINT as a list to read, instead of the end of the process.
+    """SIGTERM, SIGHUP and SIGINT as a list to read, instead of the end of the process.
 
     A Python handler cannot run while the main thread is inside C++ (a collective, a receive), so
     the signals are read from the wake-up descriptor, by any thread.
@@ -22,7 +24,7 @@ class StopSignals:
         self._descriptor, write = os.pipe()
         os.set_blocking(self._descriptor, False)
         os.set_blocking(write, False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPS:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
@@ -34,7 +36,7 @@ class StopSignals:
             numbers = os.read(self._descriptor, 64)
         except BlockingIOError:
             return []
-        return [number for number in numbers if number in (signal.SIGTERM, signal.SIGINT)]
+        return [number for number in numbers if number in STOPS]
 
 
 def machine_id() -> str:

@@ -52,6 +52,11 @@ def assign_roles(config: RolesConfig, tensor_parallel: int, world_size: int | No
     if layout not in (SPLIT, COLOCATED):
         layout = COLOCATED if world_size == 1 else SPLIT
     if layout == COLOCATED:
+        if targets is not None:
+            raise InputError(
+                f"roles.num_targets={targets}: a colocated job of {world_size} ranks has none: "
+                "each drafter runs the target itself; set it to null, or start more ranks"
+            )
         if drafters not in (None, world_size):
             raise InputError(
                 f"roles: colocated makes every rank a drafter, so {world_size} ranks are "

@@ -24,6 +24,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,23 +184,24 @@ class PointToPoint:
         self._trace(
             kind, peer=peer, seq=seq, bytes=message.numel(), thread=threading.current_thread().name
         )
-        if self._stream is None:
-            work = operation(message, peer, group=self._group)
-            assert work is not None
-            work.wait()
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            if ready is not None:
+        with self.stream():
+            if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
             work = operation(message, peer, group=self._group)
             assert work is not None
-            work.wait()  # orders the stream; the host waits below, so the buffer's life is plain
-        self._stream.synchronize()
+            work.wait()
+        if self._stream is not None:  # there `wait` only ordered the stream
+            self._stream.synchronize()
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Messages are made, moved and looked at on a CUDA stream of their own: the default one
+        holds the model's kernels, which a transfer should run beside and not wait for."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def warm_up(self, roles: Roles, rank: int) -> None:
         """Connect every target-drafter pair, in one order for all ranks (NCCL connects lazily)."""
-        token = torch.zeros(8, dtype=torch.uint8, device=self._device)
+        with self.stream():
+            token = torch.zeros(8, dtype=torch.uint8, device=self._device)
         for target in roles.target_ranks:
             for drafter in roles.drafter_ranks:
                 if rank == target:
@@ -311,7 +313,10 @@ class Receiver:
             while seq not in self._arrived:
                 self._news.wait(0.5)
                 self._health.check()
-            return self._arrived.pop(seq)
+            packed = self._arrived.pop(seq)
+        if packed.is_cuda:  # made on the transport's stream: no reuse before the model has read it
+            packed.record_stream(torch.cuda.current_stream(packed.device))
+        return packed
 
     def _run(self) -> None:
         self._link.warm_up(self._roles, self._rank)
@@ -323,11 +328,13 @@ class Receiver:
             spec = self._spec_of(seq)
             # Before the receive is posted: a longer message ends a gloo process, and hangs NCCL.
             check_claims(spec, facts, sender, self._rank)
-            message = empty_message(spec, self._device)
+            with self._link.stream():
+                message = empty_message(spec, self._device)
             self._store.set(f"go/{seq}", "1")
             with naming(seq, f"receive of seq {seq} from rank {sender} by rank {self._rank}"):
                 self._link.receive(message, sender, seq)
-            packed = decode(spec, message, sender, self._rank)
+            with self._link.stream():
+                packed = decode(spec, message, sender, self._rank)
             with self._news:
                 self._arrived[seq] = packed
                 self._news.notify_all()

@@ -4,7 +4,7 @@ Invariants
 - Ticket n carries seq `first + n`. A target takes the next ticket from one atomic counter, so a
   fast target takes more; who takes it changes nothing in what is trained on.
 - At most `credit` seqs are published and not consumed: ticket n is published only after
-  n - credit + 1 consumptions were counted. A drafter counts a seq when it has let go of its memory.
+  n - credit + 1 consumptions were counted. A drafter counts a seq when its message is unpacked.
 - Keys are deleted by who reads them last; a run of any length leaves a bounded number of keys.
 - Clients are not shared: the dispatcher, each target's prefetcher and each drafter have their own.
 """

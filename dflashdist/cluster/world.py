@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dflashdist.cluster.health import Health
+from dflashdist.cluster.health import Halted, Health
 from dflashdist.cluster.processes import machine_id
 from dflashdist.cluster.roles import COLOCATED, Member, Roles
 from dflashdist.config import InputError, PipelineConfig
@@ -95,7 +95,18 @@ class World:
         )
         self.members = self.register()
         self.health.start(self.members)
-        if place.local_world_size == place.world_size:
+        try:
+            with self.health.guard():
+                self._make_groups()
+        except Halted:
+            self.linger()
+            raise
+
+    def _make_groups(self) -> None:
+        """The process groups, by all ranks in this order."""
+        place, roles = self.place, self.roles
+        interfaces = [name for _, name in socket.if_nameindex()]
+        if place.local_world_size == place.world_size and "lo" in interfaces:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: listen to nobody else
         self.health.phase("joining the process groups")
         dist.init_process_group(
@@ -105,7 +116,7 @@ class World:
             world_size=place.world_size,
             timeout=GROUP_TIMEOUT,
         )
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
         self.data: dist.ProcessGroup | None = None
         if roles.layout != COLOCATED:
             self.data = new_group(range(place.world_size), backend)
@@ -202,9 +213,9 @@ class World:
         if self._hosts_store:
             deadline = time.monotonic() + 30
             while self.store.add("left", 0) < self.place.world_size:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or self.health.alone():
                     break
-                time.sleep(0.02)
+                time.sleep(0.05)
         if not self.health.stop_requested.is_set():  # else a receive may still be open, for ever
             dist.destroy_process_group()
 

@@ -19,6 +19,7 @@ from dflashdist.cluster.transport import MessageSpec
 from dflashdist.cluster.world import Place
 from dflashdist.config import Config, InputError, dump_config, queue_depth
 from dflashdist.data.shards import TokenStore
+from dflashdist.model.frozen import target_fingerprint
 from dflashdist.model.shape import DrafterShape, read_target_config
 from dflashdist.schedule.plan import Plan, Steps
 from dflashdist.train.checkpoint import Checkpoints, check_facts, read_facts
@@ -51,6 +52,7 @@ class Blueprint:
             self.store.meta["tokenizer_length"],
             config.drafter,
         )
+        self.target = target_fingerprint(config.target.path, config.target.revision)
         self.plan = Plan(
             self.store.lengths,
             self.store.supervised,
@@ -76,6 +78,12 @@ class Blueprint:
             self.saved = read_facts(self.resume)
             check_facts(self.saved, self.facts(), self.resume)
         self.first_step: int = self.saved.get("step", 0)
+        cursor = self.saved.get("cursor", self.first_seq)
+        if cursor < min(self.first_seq, self.steps.end):
+            raise InputError(
+                f"{self.resume}: its last step ended with the run at seq {cursor}; going on would "
+                f"leave out seqs {cursor} to {self.first_seq - 1}; resume from the one before it"
+            )
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint records, and what resuming holds it to."""
@@ -85,6 +93,8 @@ class Blueprint:
             "store_fingerprint": self.store.fingerprint,
             "window": self.steps.window,
             "drafter": json.loads(json.dumps(asdict(self.shape))),
+            "target": self.target,
+            "target_dtype": self.config.target.dtype,
             "seed": self.config.seed,
         }
 

@@ -29,6 +29,8 @@ SAME = {  # what must not change between a checkpoint and its continuation, and 
     "store_fingerprint": "point data.store at the store it was made with",
     "window": "keep drafters x train.accumulation_steps",
     "drafter": "restore the drafter section",
+    "target": "point target.path at the model that it was trained for",
+    "target_dtype": "restore target.dtype",
 }
 NAME = re.compile(r"step_(\d{8,})")
 
@@ -102,8 +104,8 @@ class Checkpoints:
         (aside / "trainer/state.json").write_text(json.dumps(facts | {"step": step}, indent=1))
         for path in [*aside.rglob("*"), aside]:
             sync(path)
-        if place.exists():  # a resumed run that passes this step again
-            shutil.rmtree(place)
+        if place.exists():  # a resumed run that passes this step again; pruned below
+            os.rename(place, self.folder / f".{place.name}.old.partial")
         os.rename(aside, place)
         sync(self.folder)
         self.prune()
@@ -162,7 +164,10 @@ def load_training(
     try:
         drafter.load_state_dict(load_file(file, device=str(device)))
         file = checkpoint / "trainer/optimizer.pt"
+        settings = [{**group, "params": None} for group in optimizer.param_groups]
         optimizer.load_state_dict(torch.load(file, map_location=device, weights_only=True))
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update({key: value for key, value in own.items() if key != "params"})
     except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise InputError(

@@ -85,7 +85,6 @@ def train(job: Job, state: TrainState, after_step: AfterStep) -> None:
             job.health.phase("train", seq, micro_batch.bucket)
             sums.add(micro_batch, forward_backward(job, batch, is_last=seq == slots[-1]))
             del batch
-            job.source.consumed()
         if not slots:  # a partial last step: others have micro-batches, and DDP needs everybody
             forward_backward(job, job.empty_batch(), is_last=True)
         reduce_sums(job, sums)
@@ -98,7 +97,8 @@ def warm_up(job: Job) -> None:
     """One backward pass without loss, so that DDP lays out its buckets before the first real step:
     a resumed run then adds up gradients in the same order, to the bit, as an unbroken one."""
     job.health.phase("warm up")
-    forward_backward(job, job.empty_batch(), is_last=True)
+    for _ in range(2):  # the second forward rebuilds the buckets, which all drafters do together
+        forward_backward(job, job.empty_batch(), is_last=True)
     job.optimizer.zero_grad(set_to_none=True)
     job.clock.restart()
 

@@ -185,6 +185,7 @@ class AfterStep:
     ) -> None:
         self._blueprint, self._world, self._drafter, self._lead = blueprint, world, drafter, lead
         self._reporter: Reporter | None = None
+        self._saved = "saved/none"
         if world.rank == 0:
             self._reporter = Reporter(
                 blueprint.plan,
@@ -239,6 +240,8 @@ class AfterStep:
         place = self._blueprint.checkpoints.save(state.step, self._drafter, job.optimizer, facts)
         log.info("saved %s", place)
         self._world.store.set(key, "1")
+        self._world.store.delete_key(self._saved)  # all have read it: a step was reduced since
+        self._saved = key
 
     def close(self) -> None:
         if self._reporter:

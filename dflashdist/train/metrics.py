@@ -162,7 +162,7 @@ class Reporter:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0's alone
 
         self._plan, self._steps, self._every = plan, steps, every
-        self._writer = SummaryWriter(tensorboard, purge_step=first_step + 1 if first_step else None)
+        self._writer = SummaryWriter(tensorboard, purge_step=first_step + 1)
         self._first, self._began = first_step, time.perf_counter()
         self._last, self._last_step = self._began, first_step
         self._tokens = 0.0

@@ -1,16 +1,22 @@
 """One rank of a training job, from the command line to the end: check, join, work, leave."""
 
+import fcntl
 import json
 import logging
+import os
+import socket
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO
 
 from dflashdist.cluster.health import Halted
 from dflashdist.cluster.roles import DRAFTER, roles_table
 from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.world import Place, World, choose_device
-from dflashdist.config import Config, dump_config
+from dflashdist.config import Config, InputError, dump_config
 from dflashdist.train.blueprint import Blueprint, check_tokenizer, versions
+
+log = logging.getLogger(__name__)
 
 
 def train_rank(config: Config) -> None:
@@ -23,9 +29,13 @@ def train_rank(config: Config) -> None:
     if place.rank == 0:
         check_tokenizer(blueprint)
     device = choose_device(config.train.device, place)
-    (blueprint.folder / "logs").mkdir(parents=True, exist_ok=True)
-    open_log(blueprint.folder / "logs", place.rank)
-    advice = f"; details in {blueprint.folder}/logs/, the same command resumes"
+    try:
+        (blueprint.folder / "logs").mkdir(parents=True, exist_ok=True)
+        open_log(blueprint.folder / "logs", place.rank)
+        lock = take_folder(blueprint.folder) if place.rank == 0 else None
+    except OSError as error:
+        raise InputError(f"run.dir={config.run.dir}: cannot be written ({error})") from error
+    advice = f"; details in {blueprint.folder}/logs/; train.resume=auto goes on where it was saved"
     world = World(place, blueprint.roles, device, config.pipeline, advice=advice)
     try:
         with world.health.guard():
@@ -34,6 +44,29 @@ def train_rank(config: Config) -> None:
         world.linger()
         raise
     world.close()
+    if lock:
+        lock.close()
+
+
+def take_folder(folder: Path) -> IO[str] | None:
+    """Hold the run folder against a second job for the life of this process; None where its file
+    system has no locks. Raises InputError if a job has it."""
+    file = open(folder / ".lock", "a+")  # noqa: SIM115, held open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        raise InputError(
+            f"run.dir={folder}: {holder} trains in it; wait for its end, or take another run.dir"
+        ) from error
+    except OSError:
+        log.warning("%s: no file locks here, so a second job in it would not be noticed", folder)
+        return None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
 
 
 def work(blueprint: Blueprint, world: World) -> None:

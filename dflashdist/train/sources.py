@@ -74,10 +74,6 @@ class Source(Protocol):
         """The batch of `seq`; blocks until it is here."""
         ...
 
-    def consumed(self) -> None:
-        """One batch was used and let go of."""
-        ...
-
 
 class ReceivedStates:
     """Layout `split`: hidden states come from target ranks, by seq."""
@@ -89,11 +85,12 @@ class ReceivedStates:
 
     def hidden_states(self, seq: int) -> DrafterBatch:
         tokens = self._batches.tokens(seq)
-        return self._batches.batch(tokens, self._receiver.get(seq))
-
-    def consumed(self) -> None:
+        batch = self._batches.batch(tokens, self._receiver.get(seq))
+        # Copied out of its message, whose memory is free from here. Not later: a drafter that waits
+        # in the step's all-reduce must hold no credit, or the others may wait for it for ever.
         self._trace("consume")
         self._queue.consumed()
+        return batch
 
 
 class ComputedStates:
@@ -105,6 +102,3 @@ class ComputedStates:
     def hidden_states(self, seq: int) -> DrafterBatch:
         tokens = self._batches.tokens(seq)
         return self._batches.batch(tokens, self._forward(tokens))
-
-    def consumed(self) -> None:
-        return None

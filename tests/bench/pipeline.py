@@ -174,10 +174,8 @@ class ReceivedSeqs:
 
     def hidden_states(self, seq: int) -> int:
         self._receiver.get(seq)
-        return seq
-
-    def consumed(self) -> None:
         self._queue.consumed()
+        return seq
 
 
 def be_drafter(case: Case, work: Work, world: Any, link: Any, spec_of: Any) -> Done:

@@ -39,7 +39,8 @@ def test_assigned(layout, targets, drafters, world, expected):
         ("auto", None, 4, 4, "4 drafters + 0 targets = 4 ranks"),
         ("split", None, None, 1, "1 drafter + 1 target = 2 ranks, and the job has 1"),
         ("colocated", None, 3, 4, "4 ranks are 4 drafters, not roles.num_drafters=3"),
-        ("auto", 1, 3, 1, "1 ranks are 1 drafters, not roles.num_drafters=3"),
+        ("auto", None, 3, 1, "1 ranks are 1 drafters, not roles.num_drafters=3"),
+        ("auto", 1, None, 1, "roles.num_targets=1: a colocated job of 1 ranks has none"),
     ],
 )
 def test_refused_with_the_arithmetic(layout, targets, drafters, world, arithmetic):

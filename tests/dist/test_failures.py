@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from ranks import Ranks, train_overrides
-from run_folder import assert_same_bits, slots, trace, weights
+from run_folder import assert_same_bits, scalars, slots, trace, weights
 
 pytestmark = pytest.mark.dist
 
@@ -108,6 +109,9 @@ def test_torchrun_restarts_after_kill_and_by_hand(run_ranks, slow, tmp_path):
     run_ranks(4, train_overrides, [*steps, f"run.dir={broken}", "pipeline.delay_ms=0"])
     assert len(lives(broken)) == 3 and lives(broken)[2] >= 8
     assert_same_bits(weights(whole, 16), weights(broken, 16))
+    shown = scalars(broken)
+    assert shown["loss"] == scalars(whole)["loss"], "a dead life's points are purged"
+    assert {"tokens_per_second/targets", "time/targets_wait"} <= shown.keys()
     assert slots(whole) == slots(broken)
 
 
@@ -131,3 +135,26 @@ def test_sigterm_saves_and_stops(slow, tmp_path, run_ranks):
     run_ranks(4, train_overrides, [*slow, "pipeline.delay_ms=0"])
     run_ranks(4, train_overrides, [*slow, f"run.dir={whole}", "pipeline.delay_ms=0"])
     assert_same_bits(weights(whole, 12), weights(folder, 12))
+
+
+def test_a_run_folder_is_one_job_s(slow, tmp_path):
+    """The second job is refused by name; the first goes on."""
+    first = Ranks(4, train_overrides, slow)
+    wait_for_step(tmp_path / "run", 1)
+    second = Ranks(4, train_overrides, slow)
+    rank, kind, text = second.queue.get(timeout=60)
+    second.kill()
+    assert (rank, kind) == (0, "error") and "trains in it" in text, text
+    assert first.results() == [None] * 4
+
+
+def test_a_refusal_after_joining_names_the_fix(slow, tmp_path):
+    """An unreadable checkpoint file is the user's to mend: no advice to just start again."""
+    folder = tmp_path / "run"
+    Ranks(4, train_overrides, [*slow, "train.max_steps=4", "pipeline.delay_ms=0"]).results()
+    file = folder / "checkpoints/step_00000004/trainer/optimizer.pt"
+    file.write_bytes(file.read_bytes()[:100])
+    shutil.rmtree(folder / "logs")
+    assert all(Ranks(4, train_overrides, slow).exit_codes(60))
+    assert_named(folder, 0, f"{file}: cannot be read")
+    assert_named(folder, 0, "delete this checkpoint's folder")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dflashdist.cluster.world import Place
 from dflashdist.config import Config, InputError, load_config
@@ -28,9 +29,17 @@ TARGET = {
 def inputs(tmp_path_factory) -> list[str]:
     """A target's config.json and a store of 40 rows: all that resuming is decided from."""
     folder = tmp_path_factory.mktemp("inputs")
-    (folder / "target").mkdir()
-    (folder / "target" / "config.json").write_text(json.dumps(TARGET))
-    return [f"target.path={folder / 'target'}", f"data.store={write_store(folder / 'store', 0)}"]
+    target = write_target(folder / "target", 0)
+    return [f"target.path={target}", f"data.store={write_store(folder / 'store', 0)}"]
+
+
+def write_target(folder: Path, seed: int) -> Path:
+    """Models of one shape for any seed, but other weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TARGET))
+    rows = torch.randn(64, 8, generator=torch.Generator().manual_seed(seed))
+    save_file({"model.embed_tokens.weight": rows}, folder / "model.safetensors")
+    return folder
 
 
 def write_store(folder: Path, seed: int) -> Path:
@@ -199,6 +208,41 @@ def test_another_store_is_refused(trained, overrides, tmp_path):
     other = write_store(tmp_path / "other", seed=1)
     with pytest.raises(InputError, match=r"store_fingerprint was .*; point data.store at"):
         blueprint(overrides, f"data.store={other}")
+
+
+def test_another_target_of_the_same_shape_is_refused(trained, overrides, tmp_path):
+    trained.save(5)
+    other = write_target(tmp_path / "other", 1)
+    with pytest.raises(InputError, match=r"target was \w+ and is \w+; point target\.path"):
+        blueprint(overrides, f"target.path={other}")
+    with pytest.raises(InputError, match=r"target_dtype was auto and is bfloat16"):
+        blueprint(overrides, "target.dtype=bfloat16")
+
+
+def test_a_run_that_ended_in_a_partial_step_is_not_extended(overrides):
+    """Its checkpoint stands inside a step: the seqs after the end of the run would be left out."""
+    overrides = [*overrides, "train.max_steps=null", "train.epochs=1"]
+    trained = Trained(blueprint(overrides, "train.accumulation_steps=5"))
+    steps = trained.blueprint.steps
+    assert steps.end % 5, "the last step must be partial for this test"
+    facts = trained.blueprint.facts() | {"cursor": steps.end}
+    checkpoints = trained.blueprint.checkpoints
+    checkpoints.save(steps.num_steps, trained.drafter, trained.optimizer, facts)
+    blueprint(overrides, "train.accumulation_steps=5")  # finished, and nothing to do
+    with pytest.raises(InputError, match=f"seqs {steps.end} to {steps.num_steps * 5 - 1}"):
+        blueprint(overrides, "train.accumulation_steps=5", "train.epochs=2")
+
+
+def test_settings_of_the_optimizer_are_this_start_s(trained, overrides):
+    """State comes back, settings are the configuration's."""
+    place = trained.save(5)
+    config = load_config(None, [*overrides, "optim.weight_decay=0.5", "optim.betas=[0.5,0.6]"])
+    fresh = Drafter(trained.blueprint.shape)
+    optimizer = build_optimizer(config.optim, fresh)
+    load_training(place, fresh, optimizer, CPU)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert all(group["betas"] == (0.5, 0.6) for group in optimizer.param_groups)
+    assert len(optimizer.state) == len(list(fresh.parameters()))
 
 
 def test_what_may_differ(trained, overrides):

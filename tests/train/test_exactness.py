@@ -39,18 +39,17 @@ def test_number_of_drafters(run_ranks, tiny_overrides, tmp_path):
 def test_split_equals_colocated(run_ranks, tiny_overrides, tmp_path, drafters):
     """Bit-equal for 1, 2 and 3 targets with random delays in targets, prefetchers and sends; the
     queue never holds more than its credit."""
-    depth = 5
-    common = [*tiny_overrides, f"train.accumulation_steps={4 // drafters}",
-              f"pipeline.hidden_state_queue_depth={depth}"]  # fmt: skip
+    common = [*tiny_overrides, f"train.accumulation_steps={4 // drafters}"]
     run_ranks(
         drafters, train_overrides, [*common, f"run.dir={tmp_path / '0'}", "roles.layout=colocated"]
     )
-    for targets in (1, 2, 3):
+    for targets, depth in ((1, 5), (2, 12), (3, 1)):
         folder = tmp_path / str(targets)
         run_ranks(
             drafters + targets,
             train_overrides,
-            [*common, f"run.dir={folder}", f"roles.num_targets={targets}", "pipeline.delay_ms=20",
+            [*common, f"run.dir={folder}", f"roles.num_targets={targets}",
+             f"pipeline.hidden_state_queue_depth={depth}", "pipeline.delay_ms=20",
              "pipeline.checksum=true"],
         )  # fmt: skip
         assert_same_bits(weights(tmp_path / "0", 6), weights(folder, 6))
@@ -72,12 +71,11 @@ def assert_shown(folder: Path) -> None:
     assert {
         "loss", "accepted_length", "accuracy/all", "accuracy/position_01", "accuracy/position_03",
         "lr", "grad_norm", "skipped_steps", "padding_efficiency", "queue_depth",
-        "tokens_per_second/drafters", "tokens_per_second/targets", "time/drafters_wait",
-        "time/targets_wait",
+        "tokens_per_second/drafters", "time/drafters_wait",
     } <= points.keys()  # fmt: skip
     assert any(name.startswith("bucket_micro_batches/") for name in points)
-    for role in ("drafters", "targets"):
-        for step in points[f"time/{role}_wait"]:
+    for role in ("drafters", "targets"):  # of targets only once a sign of life, one a second, came
+        for step in points.get(f"time/{role}_wait", ()):
             parts = [
                 points[f"time/{role}_{part}"][step] for part in ("wait", "transfer", "compute")
             ]
