@@ -44,16 +44,21 @@ echo "==> speculative decoding of held-out prompts with the untrained and the tr
 mkdir -p "$run/eval"
 OMP_NUM_THREADS="$(nproc)" dflashdist evaluate "$first" "$last" conf/demo.yaml \
     "evaluate.prompts=$conversations/heldout.jsonl.gz" "$@" --json >"$run/eval/report.json"
-python - "$run" "$last" $((SECONDS - began)) <<'PY'
-import json, sys
-run, last, seconds = sys.argv[1:]
+python - "$run" "$last" $((SECONDS - began)) "$VIRTUAL_ENV" "$@" <<'PY'
+import json, shlex, sys
+run, last, seconds, environment, *overrides = sys.argv[1:]
 before, after = json.load(open(f"{run}/eval/report.json"))
+store = [] if any(item.startswith("data.store=") for item in overrides) else [f"data.store={run}/store"]
+kept = [item for item in overrides if not item.startswith("train.max_steps=")] + store
+more = f"train.max_steps={2 * int(last.rpartition('_')[2])}"
+torchrun = "python -m torch.distributed.run --standalone --nproc-per-node=4 -m dflashdist train"
 print(f"""
 run folder    {run}   (whole demo: {seconds} s)
 measured      {run}/eval/report.json: {after['tokens_compared_equal']:,} tokens, equal to plain decoding;
               {after['speedup']:.2f}x its speed ({before['speedup']:.2f}x untrained)
+first         source {environment}/bin/activate
 watch         tensorboard --logdir {run}/tb
-resume        python -m torch.distributed.run --standalone --nproc-per-node=4 -m dflashdist train conf/demo.yaml data.store={run}/store run.dir={run} train.max_steps=2000
+resume        {torchrun} conf/demo.yaml {shlex.join([*kept, more])}
 evaluate      dflashdist evaluate {last} conf/demo.yaml
 """)
 print(

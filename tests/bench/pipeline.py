@@ -1,6 +1,6 @@
 """What the pipeline costs: real dispatcher, queue, transport and DDP around simulated compute.
 
-    python tests/bench/pipeline.py [--quick] [--json] [--only 2x2] [--credit N] [--seconds 11]
+    python tests/bench/pipeline.py [--quick] [--json] [--only 2x2] [--rate 12] [--seconds 20]
 
 Each rank sleeps where it would compute. A micro-batch's seconds follow its planned cost (log-normal
 row lengths) times log-normal jitter drawn from its seq, so runs compare. Both roles have about the
@@ -15,7 +15,7 @@ the same times; `code` what the real one reaches of that. `busy` is the targets'
 spent computing. The first two steps and the last two are not counted.
 
 A fixed cost of a micro-batch or a step weighs more the shorter they are: at the default rate a step
-of 2x2 takes 0.2 s, where real ones take seconds; `--rate 10 --seconds 40` is nearer to those.
+of 2x2 takes 0.7 s, where real ones take seconds; `--rate 40 --seconds 11` shows the fixed cost.
 """
 
 import argparse
@@ -339,8 +339,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2x2 at jitter 0.3 alone")
     parser.add_argument("--only", help="one layout, targets x drafters, for example 6x2")
     parser.add_argument("--credit", default="auto", help="hidden_state_queue_depth")
-    parser.add_argument("--rate", type=float, default=40.0, help="micro-batches a second")
-    parser.add_argument("--seconds", type=float, default=11.0, help="of each run")
+    parser.add_argument("--rate", type=float, default=12.0, help="micro-batches a second")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     layouts = [options.only] if options.only else ["2x2", "3x2", "2x4", "6x2"]
