@@ -253,7 +253,10 @@ class Health:
             except Exception as error:
                 if self._closing.is_set() or self.halted.is_set():
                     return
-                self._lose_store(error)
+                if isinstance(error, dist.DistError):
+                    self._lose_store(error)
+                else:
+                    self.fail(error)
                 return
 
     def _beat(self, left: bool = False) -> None:
