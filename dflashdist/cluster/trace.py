@@ -17,6 +17,11 @@ class Trace:
         self._file = open(path, "a", buffering=1) if path else None  # noqa: SIM115, open for life
         self._lock = threading.Lock()
 
+    @property
+    def enabled(self) -> bool:
+        """Whether events go anywhere: facts that cost something need not be gathered otherwise."""
+        return self._file is not None
+
     def __call__(self, event: str, **facts: Any) -> None:
         if self._file is None:
             return

@@ -80,12 +80,7 @@ def encode(spec: MessageSpec, packed: torch.Tensor, checksum: bool = False) -> t
     assert packed.dtype == spec.dtype, (packed.dtype, spec.dtype)
     payload = packed.contiguous().view(torch.uint8).flatten()
     crc = checksum_of(payload) if checksum else 0
-    header = HEADER.pack(
-        MAGIC,
-        *spec.facts,
-        crc,
-        0,
-    )
+    header = HEADER.pack(MAGIC, *spec.facts, crc, 0)
     message = torch.empty(spec.num_bytes, dtype=torch.uint8, device=packed.device)
     message[: HEADER.size] = as_tensor(header, packed.device)
     message[HEADER.size : HEADER.size + spec.payload_bytes] = payload
@@ -264,8 +259,7 @@ class Sender:
             spec, message, ready = item
             seq = spec.seq
             drafter = self._drafter_of(seq)
-            if self._delay:
-                time.sleep(random.uniform(0, self._delay))
+            pause(self._delay)
             place = self._store.add(f"inbox_size/{drafter}", 1) - 1
             self._store.set(
                 f"inbox/{drafter}/{place}", " ".join(map(str, (self._rank, *spec.facts)))
@@ -338,6 +332,12 @@ class Receiver:
             with self._news:
                 self._arrived[seq] = packed
                 self._news.notify_all()
+
+
+def pause(delay: float) -> None:
+    """A random pause of up to `delay` seconds, to shake the order of arrival in tests."""
+    if delay:
+        time.sleep(random.uniform(0, delay))
 
 
 class naming:

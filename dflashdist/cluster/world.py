@@ -125,7 +125,7 @@ class World:
     def _open_store(self) -> dist.Store:
         if self.place.world_size == 1:
             return dist.HashStore()  # nobody else: nothing listens
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        agent = torchrun_holds_store()
         many_nodes = self.place.local_world_size < self.place.world_size
         if agent and many_nodes and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
             raise InputError(
@@ -145,8 +145,7 @@ class World:
         """Keys of this run and attempt. torchrun counts attempts node by node, so only where its
         own store outlives them, on one node, is the count alike everywhere and needed."""
         run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        attempt = self.place.attempt if agent else 0
+        attempt = self.place.attempt if torchrun_holds_store() else 0
         return dist.PrefixStore(f"dflashdist/{run}/attempt_{attempt}", store)
 
     def clone_store(self) -> dist.Store:
@@ -159,6 +158,7 @@ class World:
     def barrier(self, name: str, seconds: float = math.inf) -> None:
         """Return when every rank has come to `name`. Raises InputError after `seconds`, naming who
         did not; without a limit the ranks' health bounds the wait."""
+        self.health.phase(f"wait for all ranks ({name})")
         self.store.set(f"{name}_at/{self.rank}", "1")
         self.store.add(f"{name}_count", 1)
         if not self.wait_count(f"{name}_count", self.place.world_size, seconds):
@@ -218,6 +218,11 @@ class World:
                 time.sleep(0.05)
         if not self.health.stop_requested.is_set():  # else a receive may still be open, for ever
             dist.destroy_process_group()
+
+
+def torchrun_holds_store() -> bool:
+    """Whether torchrun holds the store, so that it outlives an attempt; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def new_group(ranks: Iterable[int], backend: str) -> dist.ProcessGroup:

@@ -47,21 +47,6 @@ class Answer:
     tie: bool = False  # the two parted where rounding decides
 
 
-def evaluate_drafter(
-    checkpoint: str | Path,
-    target: str,
-    prompts: str | Path,
-    evaluate: EvaluateConfig,
-    device: str = AUTO,
-    *,
-    dtype: str = AUTO,
-    revision: str | None = None,
-) -> dict[str, Any]:
-    """The report of one drafter: see `evaluate_drafters`."""
-    options = {"device": device, "dtype": dtype, "revision": revision}
-    return evaluate_drafters([checkpoint], target, prompts, evaluate, **options)[0]
-
-
 def evaluate_drafters(
     checkpoints: Sequence[str | Path],
     target: str,

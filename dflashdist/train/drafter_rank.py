@@ -97,11 +97,12 @@ def run_drafter_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
         loss_scale=loss_scale(blueprint.anchors_per_window, weight_per_anchor),
         max_bad_steps=config.train.max_bad_steps,
         autocast=world.device.type == "cuda",
-        on_slot=lambda step, seq: trace(
-            "slot", step=step, seq=seq, rows=blueprint.plan.micro_batch(seq).rows.tolist()
-        ),
         on_reduced=gradients.done,
     )
+    if trace.enabled:
+        job.on_slot = lambda step, seq: trace(
+            "slot", step=step, seq=seq, rows=blueprint.plan.micro_batch(seq).rows.tolist()
+        )
     after = AfterStep(blueprint, world, drafter, lead)
     if config.checkpoint.at_start and state.step == 0:
         after.save(job, state)
@@ -140,12 +141,10 @@ def connect(
     if roles.layout == COLOCATED:
         from dflashdist.train.target_rank import load_target  # imports transformers
 
-        forward = load_target(blueprint, world.device, health)
-        health.phase("wait for all to be ready")
+        source = ComputedStates(batches, load_target(blueprint, world.device, health))
         world.barrier("ready")
-        return ComputedStates(batches, forward), None
+        return source, None
     assert world.data is not None
-    health.phase("wait for all to be ready")
     world.barrier("ready")
     dtype = target_dtype(config.target.dtype, world.device)
     receiver = Receiver(
@@ -218,7 +217,7 @@ class AfterStep:
         if stop or last or state.step % self._blueprint.config.checkpoint.every == 0:
             self.save(job, state)
         if stop and self._world.rank == 0:
-            log.warning("asked to stop: saved after step %d; the same command resumes", state.step)
+            log.warning("asked to stop: saved after step %d; train.resume=auto goes on", state.step)
         return stop
 
     def save(self, job: Job, state: TrainState) -> None:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -129,28 +128,12 @@ class StepSums:
         return result
 
 
-@dataclass
-class TargetTotals:
+def target_totals(beats: dict[int, dict[str, Any]]) -> dict[str, float]:
     """The targets' counters, summed over ranks, as their signs of life last told them."""
-
-    tokens: float = 0.0
-    wait: float = 0.0
-    transfer: float = 0.0
-    total: float = 0.0
-
-    @classmethod
-    def of(cls, beats: dict[int, dict[str, Any]]) -> "TargetTotals":
-        totals = cls()
-        for beat in beats.values():
-            for name, value in beat.get("stats", {}).items():
-                setattr(totals, name, getattr(totals, name) + value)
-        return totals
-
-    def since(self, before: "TargetTotals") -> "TargetTotals":
-        return TargetTotals(*(a - b for a, b in zip(self.values(), before.values(), strict=True)))
-
-    def values(self) -> list[float]:
-        return [self.tokens, self.wait, self.transfer, self.total]
+    stats = [beat["stats"] for beat in beats.values() if beat["stats"]]
+    return {
+        name: sum(one[name] for one in stats) for name in ("tokens", "wait", "transfer", "total")
+    }
 
 
 class Reporter:
@@ -164,10 +147,10 @@ class Reporter:
         self._plan, self._steps, self._every = plan, steps, every
         self._writer = SummaryWriter(tensorboard, purge_step=first_step + 1)
         self._first, self._began = first_step, time.perf_counter()
-        self._last, self._last_step = self._began, first_step
+        self._last = self._began
         self._tokens = 0.0
         self._spent = {"wait": 0.0, "transfer": 0.0, "total": 0.0}
-        self._targets = TargetTotals()
+        self._targets = target_totals({})
         self._targets_since = self._began
         self._bar = tqdm(
             total=steps.num_steps, initial=first_step, unit="step", disable=not sys.stderr.isatty(),
@@ -193,18 +176,17 @@ class Reporter:
         if step % self._every and step != self._steps.num_steps and step != self._first + 1:
             return
         now = time.perf_counter()
-        seconds = now - self._last
         values = sums.summary(self._plan)
         values |= {"lr": lr, "grad_norm": grad_norm, "skipped_steps": skipped}
-        values["tokens_per_second/drafters"] = self._tokens / seconds
-        shares = {f"drafters_{name}": share for name, share in fractions(self._spent).items()}
-        values |= {f"time/{name}": share for name, share in shares.items()}
-        targets = TargetTotals.of(beats)
-        if targets.total > self._targets.total:
-            news = targets.since(self._targets)
-            values["tokens_per_second/targets"] = news.tokens / max(now - self._targets_since, 1e-9)
-            spent = {"wait": news.wait, "transfer": news.transfer, "total": news.total}
-            values |= {f"time/targets_{name}": share for name, share in fractions(spent).items()}
+        values["tokens_per_second/drafters"] = self._tokens / (now - self._last)
+        shares = fractions(self._spent)
+        values |= {f"time/drafters_{name}": share for name, share in shares.items()}
+        targets = target_totals(beats)
+        news = {name: value - self._targets[name] for name, value in targets.items()}
+        if news["total"] > 0:
+            seconds = max(now - self._targets_since, 1e-9)
+            values["tokens_per_second/targets"] = news["tokens"] / seconds
+            values |= {f"time/targets_{name}": share for name, share in fractions(news).items()}
             self._targets, self._targets_since = targets, now
         if queue_depth is not None:
             values["queue_depth"] = queue_depth

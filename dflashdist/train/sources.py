@@ -45,7 +45,10 @@ class Batches:
     def __init__(self, rows: Rows, *, seed: int, num_anchors: int, device: torch.device) -> None:
         self._rows, self._seed, self._num_anchors, self._device = rows, seed, num_anchors, device
 
-    def batch(self, tokens: TokenBatch, packed: Tensor) -> DrafterBatch:
+    def batch(self, seq: int, states_of: Callable[[TokenBatch], Tensor]) -> DrafterBatch:
+        """The batch of `seq`, with the hidden states [tokens, K*H] that `states_of` has for it."""
+        tokens = self._rows.tokens(seq)
+        packed = states_of(tokens)
         anchors, keep = draw_anchors(
             tokens.loss_mask,
             tokens.row_ids,
@@ -53,18 +56,14 @@ class Batches:
             epoch=tokens.epoch,
             num_anchors=self._num_anchors,
         )
-        lengths = tokens.lengths.to(self._device)
         return DrafterBatch(
             ids=tokens.ids.to(self._device),
             loss_mask=tokens.loss_mask.to(self._device),
             hidden=unpack(packed, tokens.lengths, tokens.ids.shape[1]),
             anchors=anchors.to(self._device),
             keep=keep.to(self._device),
-            lengths=lengths,
+            lengths=tokens.lengths.to(self._device),
         )
-
-    def tokens(self, seq: int) -> TokenBatch:
-        return self._rows.tokens(seq)
 
 
 class Source(Protocol):
@@ -84,8 +83,7 @@ class ReceivedStates:
         self._batches, self._receiver, self._queue, self._trace = batches, receiver, queue, trace
 
     def hidden_states(self, seq: int) -> DrafterBatch:
-        tokens = self._batches.tokens(seq)
-        batch = self._batches.batch(tokens, self._receiver.get(seq))
+        batch = self._batches.batch(seq, lambda _tokens: self._receiver.get(seq))
         # Copied out of its message, whose memory is free from here. Not later: a drafter that waits
         # in the step's all-reduce must hold no credit, or the others may wait for it for ever.
         self._trace("consume")
@@ -100,5 +98,4 @@ class ComputedStates:
         self._batches, self._forward = batches, forward
 
     def hidden_states(self, seq: int) -> DrafterBatch:
-        tokens = self._batches.tokens(seq)
-        return self._batches.batch(tokens, self._forward(tokens))
+        return self._batches.batch(seq, self._forward)

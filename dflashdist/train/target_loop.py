@@ -1,15 +1,13 @@
 """The target's loop: take the next seq, pad, run the frozen model, send the real tokens' states."""
 
 import queue
-import random
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from dflashdist.cluster.health import Health
-from dflashdist.cluster.transport import MessageSpec, Sender
+from dflashdist.cluster.transport import MessageSpec, Sender, pause
 from dflashdist.cluster.workqueue import WorkQueue
 from dflashdist.train.metrics import Clock
 
@@ -91,9 +89,3 @@ def prefetched(
             return
         asked.put(None)
         yield item
-
-
-def pause(delay: float) -> None:
-    """A random pause of up to `delay` seconds, to shake the order of arrival in tests."""
-    if delay:
-        time.sleep(random.uniform(0, delay))

@@ -44,7 +44,6 @@ def run_target_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
     dtype = target_dtype(config.target.dtype, world.device)
     forward = load_target(blueprint, world.device, health)
     assert world.data is not None
-    health.phase("wait for all to be ready")
     world.barrier("ready")
     delay = config.pipeline.delay_ms / 1000
     sender = Sender(

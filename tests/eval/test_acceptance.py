@@ -15,7 +15,6 @@ from dflashdist.eval.acceptance import (
     OutputsDiffer,
     acceptance,
     check_equal,
-    evaluate_drafter,
     evaluate_drafters,
     format_report,
     read_prompts,
@@ -73,7 +72,7 @@ def prompts(tmp_path_factory):
 
 def test_report_of_an_untrained_drafter(drafter_folder, target, prompts):
     evaluate = EvaluateConfig(max_prompts=3, max_new_tokens=16)
-    report = evaluate_drafter(drafter_folder, str(target), prompts, evaluate, "cpu")
+    report = evaluate_drafters([drafter_folder], str(target), prompts, evaluate, "cpu")[0]
     assert json.loads(json.dumps(report)) == report
     assert report["num_prompts"] == report["all"]["num_answers"] == 3
     # Each answer's first token is the prefill's.
@@ -155,4 +154,4 @@ def test_a_final_answer_is_left_out(prompts, chat):
 
 def test_another_target_is_refused(drafter_folder, prompts):
     with pytest.raises(InputError, match=r"hidden_size is 128, the drafter was made for .* 32"):
-        evaluate_drafter(drafter_folder, str(DEMO), prompts, EvaluateConfig(), "cpu")
+        evaluate_drafters([drafter_folder], str(DEMO), prompts, EvaluateConfig(), "cpu")
