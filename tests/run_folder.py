@@ -23,10 +23,12 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
     events = EventAccumulator(str(folder / "tb"))
     events.Reload()
-    return {
-        name: {point.step: point.value for point in events.Scalars(name)}
-        for name in events.Tags()["scalars"]
-    }
+    shown = {}
+    for name in events.Tags()["scalars"]:
+        points = events.Scalars(name)
+        shown[name] = {point.step: point.value for point in points}
+        assert len(shown[name]) == len(points), f"{name}: a step is shown twice"
+    return shown
 
 
 def trace(folder: Path, event: str) -> list[dict]:
