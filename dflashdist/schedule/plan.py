@@ -61,8 +61,9 @@ class Epoch:
 class Plan:
     """The stream of micro-batches. Thread safe; epochs are laid out when first asked for.
 
-    lengths, supervised: integers [N], tokens and supervised tokens a row. Raises InputError when
-    there is no row, or one longer than a micro-batch may be.
+    lengths, supervised: integers [N], tokens and supervised tokens a row. store: the fingerprint of
+    the token store, if there is one; it changes the plan's fingerprint, never its order. Raises
+    InputError when there is no row, or one longer than a micro-batch may be.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Plan:
         num_anchors: int,
         block_size: int,
         seed: int,
+        store: str = "",
     ) -> None:
         self._lengths = np.asarray(lengths).astype(np.int64)
         supervised = np.asarray(supervised)
@@ -104,6 +106,7 @@ class Plan:
             "num_anchors": num_anchors,
             "block_size": block_size,
             "seed": seed,
+            "store": store,
         }
         named = "\n".join(f"{key}={value}" for key, value in self.fingerprint_parts.items())
         self.fingerprint = hashlib.sha256(named.encode()).hexdigest()

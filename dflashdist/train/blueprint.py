@@ -60,6 +60,7 @@ class Blueprint:
             num_anchors=config.drafter.num_anchors,
             block_size=config.drafter.block_size,
             seed=config.seed,
+            store=self.store.fingerprint,
         )
         self.steps = Steps(
             self.plan,

@@ -137,6 +137,14 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
 
 def check_facts(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
     """Refuse to continue with another plan, data, window or drafter. Raises InputError."""
+    if saved["store_fingerprint"] == now["store_fingerprint"]:
+        _check_plan(saved, now, checkpoint)  # names what differs; another store has another plan
+    for name, fix in SAME.items():
+        if saved[name] != now[name]:
+            raise InputError(f"{checkpoint}: {name} was {saved[name]} and is {now[name]}; {fix}")
+
+
+def _check_plan(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
     if saved["fingerprint"] != now["fingerprint"]:
         before, after = saved["fingerprint_parts"], now["fingerprint_parts"]
         differing = [
@@ -148,9 +156,6 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) ->
             f"{checkpoint}: made with another plan ({'; '.join(differing)}); restore what differs, "
             "or start anew in another run.dir"
         )
-    for name, fix in SAME.items():
-        if saved[name] != now[name]:
-            raise InputError(f"{checkpoint}: {name} was {saved[name]} and is {now[name]}; {fix}")
 
 
 def load_training(

@@ -21,12 +21,11 @@ def corpus(num_rows=3000, seed=0):
     return lengths, (lengths * draw.random(num_rows)).astype(np.int32)
 
 
-def make(schedule=SCHEDULE, seed=0, num_anchors=128, block_size=16, data=None, **changes):
+def make(schedule=SCHEDULE, seed=0, num_anchors=128, block_size=16, data=None, store="", **changes):
     lengths, supervised = corpus() if data is None else data
     schedule = dataclasses.replace(schedule, **changes)
-    return Plan(
-        lengths, supervised, schedule, num_anchors=num_anchors, block_size=block_size, seed=seed
-    )
+    sizes = {"num_anchors": num_anchors, "block_size": block_size}
+    return Plan(lengths, supervised, schedule, **sizes, seed=seed, store=store)
 
 
 def rows_of(plan, seqs):
@@ -193,6 +192,7 @@ def test_fingerprint_changes_with_each_ingredient():
         "num_anchors": make(num_anchors=129),
         "block_size": make(block_size=15),
         "seed": make(seed=1),
+        "store": make(store="another"),
     }
     assert len({plan.fingerprint for plan in plans.values()}) == len(plans)
     base = plans["base"].fingerprint_parts
@@ -201,6 +201,12 @@ def test_fingerprint_changes_with_each_ingredient():
         assert parts[name] != base[name] and parts.keys() == base.keys()
     int64 = tuple(array.astype(np.int64) for array in (lengths, supervised))
     assert make(data=int64).fingerprint == plans["base"].fingerprint
+
+
+def test_the_store_changes_the_fingerprint_and_not_the_order():
+    plan, other = make(), make(store="another")
+    assert plan.fingerprint != other.fingerprint
+    assert rows_of(plan, range(50)) == rows_of(other, range(50))
 
 
 def test_edges_chosen_and_edges_given_are_the_same_plan():
