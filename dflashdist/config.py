@@ -7,6 +7,7 @@ An unknown key, a wrong type or an impossible value is an `InputError` naming ke
 import difflib
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 AUTO = "auto"
+# What a row may hold, under these names or those that data.fields gives them.
+FIELDS = (
+    "messages", "tools", "system", "prompt", "input", "answer", "text", "input_ids", "loss_mask",
+)  # fmt: skip
 
 
 class InputError(ValueError):
@@ -29,12 +34,26 @@ class RunConfig:
 
 @dataclass
 class DataConfig:
-    """What to train on: a token store made by `dflashdist prepare`."""
+    """What to train on: a token store, and how `dflashdist prepare` makes it."""
 
     store: str | None = None
     lengths: str | None = None  # plan only: int .npy [N] lengths, or [2, N] with supervised counts
-    max_length: int = 3072  # tokens; longer rows are cut on the right by `prepare`
-    min_supervised: int = 2  # rows with fewer supervised tokens are rejected by `prepare`
+    max_length: int = 3072  # tokens; longer rows are cut on the right
+    min_supervised: int = 2  # rows with fewer supervised tokens are rejected
+    sources: list[str] = field(default_factory=list)  # as on the command line: PATH[,cap=N][,...]
+    format: str = AUTO  # auto = found row by row | messages | sharegpt | pairs | text | tokens
+    fields: dict[str, str] = field(default_factory=dict)  # prompt: the name that your rows have
+    turns: str = (
+        "all"  # answers supervised: all | last | auto = all if one row holds them, else last
+    )
+    template: str | None = None  # a chat template's file, in place of the target's own
+    template_settings: dict[str, Any] = field(default_factory=dict)  # enable_thinking: false, ...
+    date: str | None = None  # YYYY-MM-DD, for templates that write the date; null = today
+    max_rejected: float = 0.05  # the share of rows that may be rejected
+    strict: bool = False  # the first rejected row ends the command
+    validation: Any = None  # a share of the conversations (0.01), or sources of their own
+    deduplicate: bool = False  # drop exact copies of a conversation (they are counted anyway)
+    workers: int | None = None  # processes that render and tokenise; null = one a core
 
 
 @dataclass
@@ -245,7 +264,8 @@ def _merge(tree: Any, layer: Any, origin: str) -> Any:
 def validate(config: Config) -> None:
     """Refuse impossible values, naming key, value and fix. Raises InputError."""
     positive = [
-        "data.max_length", "data.min_supervised", "schedule.max_tokens", "schedule.max_anchors",
+        "data.max_length", "data.min_supervised", "data.workers",
+        "schedule.max_tokens", "schedule.max_anchors",
         "schedule.num_buckets", "schedule.grid", "schedule.sort_block", "roles.num_targets",
         "roles.num_drafters", "pipeline.max_unsent", "pipeline.prefetch",
         "pipeline.silence_seconds", "pipeline.stall_seconds", "target.tensor_parallel",
@@ -262,6 +282,8 @@ def validate(config: Config) -> None:
         if value is not None and not 0 < value < math.inf:
             raise InputError(f"{key}={value}: must be greater than 0, and finite")
     choices = {
+        "data.format": (AUTO, "messages", "sharegpt", "pairs", "text", "tokens"),
+        "data.turns": ("all", "last", AUTO),
         "roles.layout": (AUTO, "split", "colocated"),
         "target.dtype": (AUTO, "float32", "bfloat16", "float16"),
         "drafter.init": ("fan_in", "published"),
@@ -273,9 +295,15 @@ def validate(config: Config) -> None:
         value = value_of(config, key)
         if value not in allowed:
             raise InputError(f"{key}={value}: must be one of {', '.join(allowed)}")
-    for key in ("optim.warmup_fraction", "optim.decay_fraction", "optim.min_lr_fraction"):
+    for key in (
+        "data.max_rejected",
+        "optim.warmup_fraction",
+        "optim.decay_fraction",
+        "optim.min_lr_fraction",
+    ):
         if not 0 <= value_of(config, key) <= 1:
             raise InputError(f"{key}={value_of(config, key)}: a fraction from 0 to 1")
+    _validate_data(config.data)
     if len(config.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.betas):
         raise InputError(f"optim.betas={config.optim.betas}: two numbers from 0 to below 1")
     for key in ("optim.weight_decay", "pipeline.delay_ms"):
@@ -305,6 +333,24 @@ def validate(config: Config) -> None:
         raise InputError(f"pipeline.hidden_state_queue_depth={depth}: a positive number, or auto")
     if config.train.max_steps is not None and config.train.epochs is not None:
         raise InputError("train.max_steps and train.epochs are both set: give one, null the other")
+
+
+def _validate_data(data: DataConfig) -> None:
+    share = data.validation
+    if isinstance(share, int | float) and not 0 < share < 1:
+        raise InputError(
+            f"data.validation={share}: a share above 0 and below 1, or a list of sources"
+        )
+    if share is not None and not isinstance(share, int | float | str | list):
+        raise InputError(f"data.validation={share!r}: a share, or a list of sources")
+    unknown = sorted(set(data.fields) - set(FIELDS))
+    if unknown:
+        raise InputError(f"data.fields.{unknown[0]}: the names are {', '.join(FIELDS)}")
+    if data.date is not None:
+        try:
+            date.fromisoformat(data.date)
+        except ValueError as error:
+            raise InputError(f"data.date={data.date}: a day is YYYY-MM-DD") from error
 
 
 def value_of(config: Config, key: str) -> Any:

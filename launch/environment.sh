@@ -30,7 +30,7 @@ export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 
 install_once() {
     local stamp
-    stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/launch/constraints.txt" | cksum | tr ' ' '-')"
+    stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/launch/constraints.txt" - <<<"$ROOT" | cksum | tr ' ' '-')"
     for have in "$VIRTUAL_ENV/.dflashdist-$stamp" "$VIRTUAL_ENV/.dflashdist-$stamp-dev"; do
         [ -e "$have" ] && { [ -z "$EXTRA" ] || [[ "$have" == *-dev ]]; } && return 0
     done
@@ -48,8 +48,8 @@ PY
         "${pip[@]}" "$(grep '^torch==' "$constraints")"
     fi
     "${pip[@]}" -c "$constraints" -e "$ROOT${EXTRA:+[$EXTRA]}"
-    if [ "$EXTRA" = dev ]; then # its pins name other versions than it needs
-        "${pip[@]}" --no-deps dflash==0.1.0
+    if [ "$EXTRA" = dev ]; then # a parity oracle, and models' own chat templates: only files are used
+        "${pip[@]}" --no-deps dflash==0.1.0 trl==1.16.0
     fi
     touch "$VIRTUAL_ENV/.dflashdist-$stamp${EXTRA:+-$EXTRA}"
 }
