@@ -1,41 +1,110 @@
-"""Conversations as JSON Lines, OpenAI-style `{"messages": [...]}`, bad rows counted by reason.
+"""What a source row holds, in one form whatever its spelling: a conversation, plain text or tokens.
 
-Nothing is repaired: a row is read whole or rejected with a reason, and a row rejected later
-(chat.py, prepare.py) is counted in the same place, so that rows read = kept + rejected.
+A row is read whole or refused with a reason out of a fixed set (messages.py), and whoever refuses
+it later counts it in the same place, so that rows read = rows kept + rows rejected, always.
 """
 
-import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
+from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any
 
-from dflashdist.config import InputError
+from dflashdist.config import AUTO
+from dflashdist.data import spellings
+from dflashdist.data.messages import (
+    EMPTY_ANSWER,
+    NO_ANSWER,
+    NO_MESSAGES,
+    NO_SUPERVISED,
+    NOT_AN_OBJECT,
+    NOT_JSON,
+    NOT_PLAIN,
+    NOT_UNICODE,
+    NOT_UTF8,
+    Message,
+    RowError,
+    from_json_text,
+)
 
-ROLES = ("system", "user", "assistant")
-SUFFIXES = (".jsonl", ".jsonl.gz")
+__all__ = [
+    "Conversation", "Message", "PlainText", "Rejections", "Row", "RowError", "TokenRow",
+    "parse_prompt", "parse_row",
+]  # fmt: skip
 
-NOT_JSON = "not JSON"
-NO_MESSAGES = "no messages"
-UNKNOWN_ROLE = "unknown role"
-NO_ANSWER = "no assistant turn"
-EMPTY_ANSWER = "empty answer"
-NOT_TEXT = "content is not a string"
-
-Message = dict[str, str]
-
-
-class RowError(ValueError):
-    """A row that cannot be used; the message is the reason it is counted under."""
+NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with `role` and `content`, the last one an answer, and where they come from."""
+    """Canonical messages (messages.py), the tools offered, and where they come from.
 
-    origin: str  # file:line
+    `key` and `opening` are 16 bytes. The opening is what a validation split goes by: all that
+    stands before the first answer to somebody, so that two answers to one question never part.
+    """
+
+    origin: str  # file:line or file[index]
     messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for equal conversations, wherever they come from."""
+        return _digest("conversation", self.messages, self.tools)
+
+    @cached_property
+    def opening(self) -> bytes:
+        """Of the messages before the first answer that follows a question, and the tools.
+
+        A conversation without any has nothing to share with another: its own key.
+        """
+        roles = [message["role"] for message in self.messages]
+        for i, role in enumerate(roles):
+            if role == "assistant" and "user" in roles[:i]:
+                return _digest("opening", self.messages[:i], self.tools)
+        return self.key
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Text that is supervised throughout. `key` and `opening`: as of a conversation, both equal."""
+
+    origin: str
+    text: str
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for equal texts."""
+        return _digest("text", self.text)
+
+    @property
+    def opening(self) -> bytes:
+        """The key."""
+        return self.key
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Token ids and their loss mask (0 or 1), of equal length, made elsewhere."""
+
+    origin: str
+    ids: list[int]
+    loss_mask: list[int]
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for equal ids and masks."""
+        return _digest("tokens", self.ids, self.loss_mask)
+
+    @property
+    def opening(self) -> bytes:
+        """The key."""
+        return self.key
+
+
+Row = Conversation | PlainText | TokenRow
 
 
 @dataclass
@@ -53,98 +122,115 @@ class Rejections:
         if len(first) < self.shown:
             first.append(origin)
 
+    def merge(self, other: "Rejections") -> None:
+        """Count what `other` counted, its rows coming after the ones counted so far."""
+        for reason, count in other.counts.items():
+            self.counts[reason] = self.counts.get(reason, 0) + count
+            first = self.examples.setdefault(reason, [])
+            first += other.examples[reason][: self.shown - len(first)]
+
     @property
     def total(self) -> int:
         """Rows rejected so far."""
         return sum(self.counts.values())
 
 
-def find_files(sources: Iterable[str | Path]) -> list[Path]:
-    """The files that sources name; a folder stands for the JSON Lines files in it, sorted.
+def parse_row(
+    origin: str,
+    payload: bytes | str | dict[str, Any],
+    format: str = AUTO,
+    fields: Mapping[str, str] = NO_FIELDS,
+) -> Row:
+    """A source row to train on, from its JSON or its columns.
 
-    Raises InputError for a missing source, a file of another kind, or a folder without any.
+    Args:
+        origin: where it stands, for messages and examples.
+        payload: JSON in UTF-8, or a mapping of columns whose values may come from numpy or Arrow.
+        format: auto, or one of data.format's spellings, in which the row must then be.
+        fields: our names (config.FIELDS) to the row's own.
+
+    What follows the last answer of a conversation is left out. Raises RowError with the reason.
     """
-    files: list[Path] = []
-    for source in map(Path, sources):
-        if source.is_dir():
-            inside = sorted(path for path in source.iterdir() if path.name.endswith(SUFFIXES))
-            if not inside:
-                raise InputError(f"{source}: no .jsonl or .jsonl.gz file in this folder")
-            files += inside
-        elif not source.is_file():
-            raise InputError(f"{source}: no such file or folder")
-        elif not source.name.endswith(SUFFIXES):
-            raise InputError(f"{source}: conversations are read from .jsonl or .jsonl.gz files")
-        else:
-            files.append(source)
-    if not files:
-        raise InputError("no source given: name a .jsonl file or a folder of them")
-    return files
+    content = spellings.read_row(_columns(payload), format, fields)
+    row: Row
+    if isinstance(content, spellings.Dialogue):
+        row = Conversation(origin, _to_last_answer(content.messages), content.tools)
+    elif isinstance(content, spellings.Tokens):
+        row = TokenRow(origin, content.ids, content.loss_mask)
+    else:
+        row = PlainText(origin, content)
+    _ = row.key  # refuses what has no canonical form
+    return row
 
 
-def read_rows(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    """(origin, line) of every line that is not blank; origin is `file:line`.
+def parse_prompt(
+    origin: str,
+    payload: bytes | str | dict[str, Any],
+    format: str = AUTO,
+    fields: Mapping[str, str] = NO_FIELDS,
+) -> Conversation:
+    """A source row to be answered: all its messages, whether or not there are answers among them.
 
-    Raises InputError for a file that is not UTF-8 text or a damaged archive.
+    Arguments and RowError as of `parse_row`; a row of text or tokens has no messages.
     """
-    for path in files:
-        number = 0
-        try:
-            with open_text(path) as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        yield f"{path}:{number}", line
-        except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-            raise InputError(f"{path}:{number + 1}: cannot be read: {error}") from error
+    content = spellings.read_row(_columns(payload), format, fields)
+    if not isinstance(content, spellings.Dialogue):
+        raise RowError(NO_MESSAGES)
+    prompt = Conversation(origin, content.messages, content.tools)
+    _ = prompt.key
+    return prompt
 
 
-def open_text(path: Path, mode: str = "rt") -> Any:
-    """A text stream of a plain or gzipped file."""
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    return opener(path, mode, encoding="utf-8")
+def _columns(payload: bytes | str | dict[str, Any]) -> dict[str, Any]:
+    """The row as plain Python values."""
+    if isinstance(payload, dict):
+        return _plain(payload)
+    try:
+        # A byte order mark stands at the start of a file, or amid files put end to end.
+        text = payload.decode("utf-8-sig") if isinstance(payload, bytes) else payload
+    except UnicodeDecodeError as error:
+        raise RowError(NOT_UTF8) from error
+    row = from_json_text(text, NOT_JSON)
+    if not isinstance(row, dict):
+        raise RowError(NOT_AN_OBJECT)
+    return row
 
 
-def read_conversations(files: Iterable[Path], rejections: Rejections) -> Iterator[Conversation]:
-    """Usable conversations, line by line; the others are added to `rejections`.
+def _plain(value: Any) -> Any:
+    """Columns of Arrow or numpy as plain values: nulls, which fill up structs, are left out."""
+    if isinstance(value, dict):
+        items = ((str(key), _plain(item)) for key, item in value.items())
+        return {key: item for key, item in items if item is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return None if value != value else value
+    if hasattr(value, "tolist"):  # numpy's arrays and scalars
+        return _plain(value.tolist())
+    return value
 
-    What follows the last answer is left out: a causal target's states of it train nothing.
-    """
-    for origin, line in read_rows(files):
-        try:
-            yield Conversation(origin, parse_conversation(line))
-        except RowError as error:
-            rejections.add(str(error), origin)
 
-
-def parse_conversation(line: str) -> list[Message]:
-    """The messages of one line, up to the last answer. Raises RowError with the reason."""
-    messages = parse_messages(line)
+def _to_last_answer(messages: list[Message]) -> list[Message]:
+    """The messages up to the last answer, all answers being usable."""
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise RowError(NO_ANSWER)
-    if not all(messages[i]["content"].strip() for i in answers):
-        raise RowError(EMPTY_ANSWER)
+    for i in answers:
+        if not messages[i]["content"].strip() and "tool_calls" not in messages[i]:
+            raise RowError(EMPTY_ANSWER)
+    if not any(messages[i].get("supervised", True) for i in answers):
+        raise RowError(NO_SUPERVISED)
     return messages[: answers[-1] + 1]
 
 
-def parse_messages(line: str) -> list[Message]:
-    """The messages of one line, role and content only, with or without an answer.
-
-    Raises RowError with the reason.
-    """
+def _digest(*content: Any) -> bytes:
+    """16 bytes of plain values. Raises RowError where they are not text, numbers and the like."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RowError(NOT_JSON) from error
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise RowError(NO_MESSAGES)
-    return [_message(message) for message in messages]
-
-
-def _message(message: Any) -> Message:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise RowError(UNKNOWN_ROLE)
-    if not isinstance(message.get("content"), str):
-        raise RowError(NOT_TEXT)
-    return {"role": message["role"], "content": message["content"]}
+        text = json.dumps(
+            content, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":")
+        )
+        return blake2b(text.encode(), digest_size=16).digest()
+    except UnicodeEncodeError as error:
+        raise RowError(NOT_UNICODE) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RowError(NOT_PLAIN) from error

@@ -1,71 +1,70 @@
-"""Rows read and rejected, each kind of bad row once."""
+"""Keys and openings of rows, and how rejected rows are counted."""
 
-import gzip
 import json
+import pickle
+from dataclasses import replace
 
-import pytest
+from dflashdist.data.conversations import (
+    Conversation,
+    PlainText,
+    Rejections,
+    TokenRow,
+    parse_prompt,
+    parse_row,
+)
 
-from dflashdist.config import InputError
-from dflashdist.data import conversations as c
-
-GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-BAD = {
-    c.NOT_JSON: '{"messages": [',
-    c.NO_MESSAGES: json.dumps({"text": "a"}),
-    c.UNKNOWN_ROLE: json.dumps({"messages": [{"role": "wizard", "content": "a"}]}),
-    c.NO_ANSWER: json.dumps({"messages": [{"role": "user", "content": "a"}]}),
-    c.EMPTY_ANSWER: json.dumps({"messages": [{"role": "assistant", "content": " \n"}]}),
-    c.NOT_TEXT: json.dumps({"messages": [{"role": "assistant", "content": None}]}),
-}
-
-
-def test_every_bad_row_is_counted_by_its_reason_and_place(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    lines = [json.dumps(GOOD), "", *BAD.values(), json.dumps(GOOD)]
-    file.write_text("\n".join(lines) + "\n")
-    rejections = c.Rejections()
-    kept = list(c.read_conversations([file], rejections))
-    assert [one.origin for one in kept] == [f"{file}:1", f"{file}:{len(lines)}"]
-    assert rejections.counts == dict.fromkeys(BAD, 1)
-    assert {reason: first[0] for reason, first in rejections.examples.items()} == {
-        reason: f"{file}:{number}" for number, reason in enumerate(BAD, start=3)
-    }
+SYSTEM = {"role": "system", "content": "s"}
+USER = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+OTHER = {"role": "assistant", "content": "b"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-@pytest.mark.parametrize("line", ["[]", "3", '{"messages": []}', '{"messages": "a"}'])
-def test_json_that_is_no_conversation(line):
-    with pytest.raises(c.RowError, match=c.NO_MESSAGES):
-        c.parse_conversation(line)
+def test_what_follows_the_last_answer_is_left_out_of_rows_and_kept_in_prompts():
+    row = json.dumps({"messages": [USER, ANSWER, USER]})
+    assert parse_row("f:1", row).messages == [USER, ANSWER]
+    assert parse_prompt("f:1", row).messages == [USER, ANSWER, USER]
 
 
-def test_what_follows_the_last_answer_is_left_out():
-    messages = [*GOOD["messages"], {"role": "user", "content": "thanks"}]
-    assert c.parse_conversation(json.dumps({"messages": messages})) == GOOD["messages"]
+def test_keys_are_of_the_content_alone():
+    one = Conversation("f:1", [USER, ANSWER])
+    assert len(one.key) == len(one.opening) == 16
+    assert one.key == Conversation("g:2", [dict(USER), dict(ANSWER)]).key
+    assert pickle.loads(pickle.dumps(one)).key == one.key
+    others = [
+        one,
+        Conversation("f:1", [USER, OTHER]),
+        Conversation("f:1", [USER, ANSWER], [TOOL]),
+        Conversation("f:1", [USER, ANSWER | {"supervised": False}]),
+        Conversation("f:1", [USER, ANSWER | {"reasoning": "r"}]),
+        PlainText("f:1", "q"),
+        TokenRow("f:1", [1, 2], [0, 1]),
+        TokenRow("f:1", [1, 2], [1, 1]),
+    ]
+    assert len({row.key for row in others}) == len(others)
+    for row in others[-3:]:
+        assert row.opening == row.key and replace(row, origin="g").key == row.key
 
 
-def test_only_the_first_few_places_are_kept():
-    rejections = c.Rejections(shown=2)
-    for i in range(5):
-        rejections.add("why", str(i))
-    assert rejections.counts == {"why": 5} and rejections.examples == {"why": ["0", "1"]}
+def test_openings_are_shared_by_answers_to_one_question():
+    one = Conversation("f:1", [SYSTEM, USER, ANSWER])
+    assert one.opening == Conversation("g:1", [SYSTEM, USER, OTHER, USER, ANSWER]).opening
+    assert one.opening != Conversation("f:1", [SYSTEM, USER, ANSWER], [TOOL]).opening
+    assert one.opening != Conversation("f:1", [USER, ANSWER]).opening
 
 
-def test_folders_and_gzip(tmp_path):
-    (tmp_path / "b.jsonl").write_text(json.dumps(GOOD))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((json.dumps(GOOD) + "\n").encode()))
-    (tmp_path / "notes.txt").write_text("not data")
-    files = c.find_files([tmp_path])
-    assert [file.name for file in files] == ["a.jsonl.gz", "b.jsonl"]
-    assert len(list(c.read_conversations(files, c.Rejections()))) == 2
+def test_conversations_that_begin_with_an_answer_do_not_share_an_empty_opening():
+    greeting, other = ([SYSTEM, OTHER, dict(USER, content=text), ANSWER] for text in "xy")
+    assert Conversation("f:1", greeting).opening != Conversation("f:2", other).opening
+    assert Conversation("f:1", [ANSWER]).opening != Conversation("f:1", [OTHER]).opening
 
 
-def test_bad_sources_are_named(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "rows.csv").write_text("")
-    for source, words in (("gone.jsonl", "no such"), ("empty", "no .jsonl"), ("rows.csv", "read")):
-        with pytest.raises(InputError, match=words):
-            c.find_files([tmp_path / source])
-    damaged = tmp_path / "damaged.jsonl.gz"
-    damaged.write_bytes(gzip.compress(json.dumps(GOOD).encode())[:-9])
-    with pytest.raises(InputError, match=r"damaged\.jsonl\.gz:1"):
-        list(c.read_rows([damaged]))
+def test_rejections_keep_the_first_few_places_in_order():
+    first, second = Rejections(shown=2), Rejections(shown=2)
+    for i in range(3):
+        second.add("why", f"b{i}")
+    first.add("why", "a0")
+    second.add("other", "b3")
+    first.merge(second)
+    assert first.counts == {"why": 4, "other": 1} and first.total == 5
+    assert first.examples == {"why": ["a0", "b0"], "other": ["b3"]}

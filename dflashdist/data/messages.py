@@ -1,0 +1,258 @@
+"""One message of a row, in whatever spelling, to its canonical form; the reasons rows are refused.
+
+Canonical: `role` (system, user, assistant or tool) and `content`, always text. An answer may also
+have `reasoning` (never empty), `tool_calls` (arguments as objects) and `supervised: False`; a tool
+result `name` and `tool_call_id`. A key that has nothing to say is absent, never None, and null
+means absent wherever the structure of a message is concerned. Other keys are left out.
+
+Nothing else is repaired, but these things are made uniform:
+- Text blocks are joined by a newline. A tool's result that is not text becomes JSON text.
+- Reasoning comes from `reasoning_content`, `reasoning`, `thinking`, or a `<think>` block at the
+  start of an answer; there `<think>` itself may be missing, which some generation prompts write.
+  It is stripped, and an empty one is none. After the block the answer loses its leading newlines.
+- Tool arguments may be an object or JSON text; nothing at all, or blank text, means no arguments.
+- OpenAI's `weight: 0` becomes `supervised: False`.
+"""
+
+import json
+from typing import Any
+
+NOT_UTF8 = "not UTF-8"
+NOT_JSON = "not JSON"
+NOT_AN_OBJECT = "not a JSON object"
+NOT_UNICODE = "half a surrogate pair in the text"
+NOT_PLAIN = "values that JSON cannot hold"
+NO_MESSAGES = "no messages"
+NO_PAIR = "no prompt and answer"
+NO_TEXT = "no text"
+NO_TOKENS = "no input_ids and loss_mask"
+BAD_MESSAGE = "message is not an object"
+UNKNOWN_ROLE = "unknown role"
+NO_ANSWER = "no assistant turn"
+NO_SUPERVISED = "every answer has weight 0"
+EMPTY_ANSWER = "empty answer"
+EMPTY_TEXT = "empty text"
+NOT_TEXT = "content is not text"
+MEDIA = "image, audio or video content"
+TWO_REASONINGS = "two different reasonings in one answer"
+TWO_SYSTEMS = "two different system messages"
+BAD_WEIGHT = "weight is neither 0 nor 1"
+BAD_HISTORY = "history is not a list of pairs"
+BAD_TOOL_CALL = "tool call malformed"
+BAD_TOOLS = "tools malformed"
+BAD_IDS = "input_ids are not token ids"
+BAD_MASK = "loss_mask is not 0 and 1"
+UNEQUAL = "input_ids and loss_mask of different length"
+
+Message = dict[str, Any]
+
+
+class RowError(ValueError):
+    """A row that cannot be used; the message is the reason it is counted under."""
+
+
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(
+        ("tool", "function", "observation", "function_response", "tool_response"), "tool"
+    ),
+}
+CALLS = ("function_call", "tool_call")  # an assistant's turn whose text is the call
+TEXT_BLOCKS = ("text", "input_text", "output_text")
+MEDIA_WORDS = ("image", "audio", "video")
+MEDIA_KEYS = frozenset(("image", "images", "audio", "audios", "video", "videos"))
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+THINK, END_THINK = "<think>", "</think>"
+
+
+def read_messages(value: Any) -> list[Message]:
+    """Canonical messages of a list of them, or of its JSON text. Raises RowError."""
+    value = from_json_text(value, NO_MESSAGES)
+    if not isinstance(value, list) or not value:
+        raise RowError(NO_MESSAGES)
+    return [read_message(message) for message in value]
+
+
+def read_message(message: Any) -> Message:
+    """One canonical message of an object, or of its JSON text. Raises RowError."""
+    message = from_json_text(message, BAD_MESSAGE)
+    if not isinstance(message, dict):
+        raise RowError(BAD_MESSAGE)
+    spelled, content = (
+        message.get(key) if message.get(key) is not None else message.get(other)
+        for key, other in (("role", "from"), ("content", "value"))
+    )
+    spelled = spelled.strip().lower() if isinstance(spelled, str) else ""
+    refuse_media(message)
+    if spelled in CALLS:
+        calls = from_json_text(content, BAD_TOOL_CALL)
+        calls = calls if isinstance(calls, list) else [calls]
+        return _answer(message | {"tool_calls": calls}, "")
+    role = ROLES.get(spelled)
+    if role is None:
+        raise RowError(UNKNOWN_ROLE)
+    if role == "assistant":
+        has_calls = message.get("tool_calls") or message.get("function_call")
+        return _answer(message, "" if content is None and has_calls else read_content(content))
+    if message.get("tool_calls") or message.get("function_call"):
+        raise RowError(BAD_TOOL_CALL)
+    if role == "tool":
+        return _tool_result(message, content)
+    return {"role": role, "content": read_content(content)}
+
+
+def read_content(content: Any) -> str:
+    """Text, or the text blocks of a list. Raises RowError for anything else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RowError(NOT_TEXT)
+    return "\n".join(_block_text(block) for block in content)
+
+
+def read_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Tools in OpenAI's form, of a list of them or of bare functions, or of JSON text; or None.
+
+    Raises RowError.
+    """
+    tools = from_json_text(tools, BAD_TOOLS) if tools else None
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise RowError(BAD_TOOLS)
+    return [_tool(from_json_text(tool, BAD_TOOLS)) for tool in tools]
+
+
+def refuse_media(row: dict[str, Any]) -> None:
+    """Raises RowError for a row or message with an image, audio or video column that is filled."""
+    if any(row[key] for key in MEDIA_KEYS & row.keys()):
+        raise RowError(MEDIA)
+
+
+def from_json_text(value: Any, reason: str) -> Any:
+    """A value, decoded if it is JSON text; NaN is what data frames write for null.
+
+    Raises RowError with the reason for text that is not JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value, parse_constant=lambda name: None if name == "NaN" else float(name))
+    except (ValueError, RecursionError) as error:
+        raise RowError(reason) from error
+
+
+def _block_text(block: Any) -> str:
+    block = {"type": "text", "text": block} if isinstance(block, str) else block
+    if not isinstance(block, dict):
+        raise RowError(NOT_TEXT)
+    kind, text = block.get("type") or "text", block.get("text")
+    if kind in TEXT_BLOCKS and isinstance(text, str):
+        return text
+    raise RowError(MEDIA if _is_media(kind) else NOT_TEXT)
+
+
+def _is_media(kind: Any) -> bool:
+    return isinstance(kind, str) and any(word in kind for word in MEDIA_WORDS)
+
+
+def _answer(message: dict[str, Any], content: str) -> Message:
+    """The assistant's turn, its reasoning taken out of the text where it stands there."""
+    given = [message[key] for key in REASONING_KEYS if message.get(key) is not None]
+    if not all(isinstance(reasoning, str) for reasoning in given):
+        raise RowError(NOT_TEXT)
+    before, tag, after = content.partition(END_THINK)
+    before = before.lstrip()
+    if tag and (before.startswith(THINK) or THINK not in before):
+        given.append(before.removeprefix(THINK))
+        content = after.lstrip("\r\n")
+    reasonings = {reasoning.strip() for reasoning in given} - {""}
+    if len(reasonings) > 1:
+        raise RowError(TWO_REASONINGS)
+    answer: Message = {"role": "assistant", "content": content}
+    if reasonings:
+        answer["reasoning"] = reasonings.pop()
+    calls = _tool_calls(message)
+    if calls:
+        answer["tool_calls"] = calls
+    weight = message.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise RowError(BAD_WEIGHT)
+    if weight == 0:
+        answer["supervised"] = False
+    return answer
+
+
+def _tool_result(message: dict[str, Any], content: Any) -> Message:
+    kinds = [part.get("type") for part in _objects(content)]
+    if any(_is_media(kind) for kind in kinds):
+        raise RowError(MEDIA)
+    if kinds and len(kinds) == len(content) and all(kind in TEXT_BLOCKS for kind in kinds):
+        content = read_content(content)
+    elif content is None:
+        content = ""
+    elif not isinstance(content, str):
+        try:
+            content = json.dumps(content, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RowError(NOT_PLAIN) from error
+    result: Message = {"role": "tool", "content": content}
+    for key in ("name", "tool_call_id"):
+        if isinstance(message.get(key), str) and message[key]:
+            result[key] = message[key]
+    return result
+
+
+def _objects(content: Any) -> list[dict[str, Any]]:
+    """The objects in a list."""
+    parts = content if isinstance(content, list) else []
+    return [part for part in parts if isinstance(part, dict)]
+
+
+def _tool_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls") or []
+    calls = from_json_text(calls, BAD_TOOL_CALL) if calls else []
+    legacy = message.get("function_call")
+    if legacy and calls:
+        raise RowError(BAD_TOOL_CALL)
+    calls = [legacy] if legacy else calls
+    if not isinstance(calls, list):
+        raise RowError(BAD_TOOL_CALL)
+    return [_tool_call(from_json_text(call, BAD_TOOL_CALL)) for call in calls]
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """A call in OpenAI's form, or its bare name and arguments, to the former."""
+    if not isinstance(call, dict) or call.get("type") not in (None, "function"):
+        raise RowError(BAD_TOOL_CALL)
+    function = call["function"] if call.get("function") is not None else call
+    if not isinstance(function, dict):
+        raise RowError(BAD_TOOL_CALL)
+    name, arguments = function.get("name"), function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = from_json_text(arguments, BAD_TOOL_CALL) if arguments.strip() else None
+    arguments = {} if arguments is None else arguments
+    identity = call.get("id")
+    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
+        raise RowError(BAD_TOOL_CALL)
+    canonical: dict[str, Any] = {"type": "function"}
+    if isinstance(identity, str) and identity:
+        canonical["id"] = identity
+    return canonical | {"function": {"name": name, "arguments": arguments}}
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """A tool in OpenAI's form, or a bare function, to the former."""
+    if not isinstance(tool, dict):
+        raise RowError(BAD_TOOLS)
+    bare = tool.get("function") is None
+    function = {key: tool[key] for key in tool if key != "type"} if bare else tool["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError(BAD_TOOLS)
+    if isinstance(function.get("parameters"), str):
+        function = function | {"parameters": from_json_text(function["parameters"], BAD_TOOLS)}
+    if not isinstance(function.get("parameters", {}), dict | None):
+        raise RowError(BAD_TOOLS)
+    return ({"type": "function"} if bare else tool) | {"function": function}

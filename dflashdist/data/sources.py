@@ -1,0 +1,181 @@
+"""Where rows come from: files, folders, globs and data sets, each with a weight and a cap.
+
+The rows of all sources, in the order given, are dealt out in units of work. Units depend on the
+sources alone, so whatever is made of them does not depend on who works on which.
+"""
+
+import hashlib
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from dflashdist.config import InputError
+from dflashdist.data import readers
+from dflashdist.data.locate import Dataset, Source, locate, parse_source
+from dflashdist.data.units import UNIT_ROWS, Batches, BatchRows, Part, Payload, Quota, Unit, deal
+
+__all__ = ["Source", "Sources", "Unit", "parse_source"]
+
+
+class Sources:
+    """What to read, resolved and checked.
+
+    Raises InputError, naming the source and the fix, for one that is missing, of another kind,
+    without any readable file, or that `datasets` cannot load.
+    """
+
+    files: list[Path]  # what was found, data sets aside
+
+    def __init__(self, sources: Sequence[str | Path | Source]) -> None:
+        if not sources:
+            raise InputError("no source given: name a .jsonl file or a folder of them")
+        self.sources = [_as_source(source) for source in sources]
+        self._parts = [locate(source) for source in self.sources]
+        self.files = [part for parts in self._parts for part in parts if isinstance(part, Path)]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What the rows are, by content: plain values, equal only where the rows are.
+
+        A file's name, size and sha256; a data set's name, split, revision and fingerprint, which
+        is None where nothing vouches for its content (streamed, and no commit to pin it). Each
+        with the number of its source, and that source's cap and weight. Reads all files once.
+        """
+        entries = []
+        for number, (source, parts) in enumerate(zip(self.sources, self._parts, strict=True)):
+            rest = {"source": number, "cap": source.cap, "weight": source.weight}
+            for part in parts:
+                if isinstance(part, Path):
+                    known = self._contents[part]
+                    what = {"name": part.name, "size": known.stamp[0], "sha256": known.sha256}
+                else:
+                    what = {"name": source.path, "split": source.split}
+                    what |= {"revision": source.revision, "fingerprint": part.fingerprint}
+                entries.append(what | rest)
+        return entries
+
+    @property
+    def max_rows(self) -> int | None:
+        """The most rows that `units` can give; None where a stream has no cap. Reads all files."""
+        total = 0
+        for source, parts in zip(self.sources, self._parts, strict=True):
+            if source.streaming and source.cap is None:
+                return None
+            rows = sum(sys.maxsize if source.streaming else self._count(part) for part in parts)
+            total += Quota(source.weight, source.cap).of(rows)
+        return total
+
+    def units(self, first: int = 0) -> Iterator[Unit]:
+        """All rows, at most 1,024 and 16 MB in a unit; a row that is larger makes its own.
+
+        Units before number `first` are read and not given. Raises InputError for a damaged file,
+        or one that changed since it was described.
+        """
+        index = 0
+        for number, (source, parts) in enumerate(zip(self.sources, self._parts, strict=True)):
+            quota = Quota(source.weight, source.cap)
+            for content in deal((self._read(part, quota) for part in parts), quota):
+                if index >= first:
+                    packed = content.packed() if isinstance(content, BatchRows) else content
+                    yield Unit(index, number, packed)
+                index += 1
+
+    def rows(self) -> Iterator[tuple[str, Payload]]:
+        """(origin, payload) of all rows."""
+        for unit in self.units():
+            yield from unit.rows()
+
+    @cached_property
+    def _contents(self) -> dict[Path, "_FileContent"]:
+        """Size, sha256 and rows of every file, read once."""
+        files = list(dict.fromkeys(self.files))
+        total = sum(_stamp(path)[0] for path in files)
+        with tqdm(desc="examine", total=total, unit="B", unit_scale=True, disable=None) as bar:
+            return {path: _examine(path, bar) for path in files}
+
+    def _count(self, part: Path | Dataset) -> int:
+        return self._contents[part].rows if isinstance(part, Path) else len(part.data)
+
+    def _read(self, part: Path | Dataset, quota: Quota) -> Part:
+        """What `deal` takes."""
+        batch_rows = max(1, UNIT_ROWS // quota.most)
+        if isinstance(part, Dataset):
+            return part.rows() if part.streaming else Batches(part.name, part.batches(batch_rows))
+        if readers.is_parquet(part):
+            batches = readers.parquet_batches(part, batch_rows)
+            return Batches(str(part), self._checked(part, batches))
+        return self._checked(part, _file_rows(part))
+
+    def _checked(self, path: Path, rows: Iterator[Any]) -> Iterator[Any]:
+        """The rows. Raises InputError at their end where the file is not the one described."""
+        yield from rows
+        if "_contents" in self.__dict__ and _stamp(path) != self._contents[path].stamp:
+            raise InputError(f"{path}: it changed while it was read; start again when it is whole")
+
+
+@dataclass(frozen=True)
+class _FileContent:
+    stamp: tuple[int, int]  # bytes, and when it was last changed
+    sha256: str
+    rows: int
+
+
+class _Hashed(io.RawIOBase):
+    """A file that is hashed as it is read."""
+
+    def __init__(self, raw: io.RawIOBase, bar: Any) -> None:
+        self._raw, self._bar, self.sha256 = raw, bar, hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._raw.readinto(buffer) or 0
+        self.sha256.update(memoryview(buffer)[:count])
+        self._bar.update(count)
+        return count
+
+
+def _examine(path: Path, bar: Any) -> _FileContent:
+    """Read a file to its end. Raises InputError where it is damaged."""
+    stamp = _stamp(path)
+    with _opened(path) as raw:
+        hashed = _Hashed(raw, bar)
+        if readers.is_parquet(path):
+            rows = readers.count_parquet(path)
+        else:
+            rows = sum(1 for _ in readers.json_rows(path, hashed))
+        while hashed.read(readers.CHUNK):
+            pass
+    return _FileContent(stamp, hashed.sha256.hexdigest(), rows)
+
+
+def _file_rows(path: Path) -> Iterator[tuple[str, bytes]]:
+    with _opened(path) as raw:
+        yield from readers.json_rows(path, raw)
+
+
+def _opened(path: Path) -> io.RawIOBase:
+    try:
+        return open(path, "rb", buffering=0)  # the readers buffer
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return found.st_size, found.st_mtime_ns
+
+
+def _as_source(source: str | Path | Source) -> Source:
+    if isinstance(source, Source):
+        return source
+    return parse_source(source) if isinstance(source, str) else Source(str(source))
