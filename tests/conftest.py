@@ -65,7 +65,7 @@ def tiny_store(tmp_path_factory, tiny_target) -> str:
     random = np.random.default_rng(0)
     chat = ChatTokenizer.load(tiny_target)
     settings = {
-        "target": tiny_target, "tokenizer_fingerprint": chat.fingerprint, 
+        "target": tiny_target, "tokenizer_fingerprint": chat.tokenizer_fingerprint,
         "tokenizer_length": VOCABULARY, "vocab_size": VOCABULARY + SPARE,
         "pad_id": 0, "max_length": 200, "min_supervised": 2,
     }  # fmt: skip

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.data.conversations import Message
+from dflashdist.data.conversations import Conversation, Message
 from dflashdist.demo.corpus import conversations, library_things
 
 VOCAB, SPARE = 2048, 64  # tokens, and embedding rows past them: the first is the mask token
@@ -170,13 +170,14 @@ def answer_loss(model: Any, chat: ChatTokenizer, talks: Sequence[Sequence[Messag
     """Nats a token on the answers of some conversations."""
     total, count = 0.0, 0
     for messages in talks:
-        rendering = chat.render_answers(messages)
-        encoding = chat.encode([rendering.text])[0]
-        ids = torch.tensor([encoding.ids])
-        mask = torch.from_numpy(chat.loss_mask(encoding, rendering.spans)).bool()
-        losses = F.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none")
-        total += float(losses[mask[1:]].sum())
-        count += int(mask.sum())
+        for row in chat.training_rows(Conversation("", list(messages))).rows:
+            ids = torch.from_numpy(row.ids).long()
+            mask = torch.from_numpy(row.loss_mask).bool()
+            losses = F.cross_entropy(
+                model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none"
+            )
+            total += float(losses[mask[1:]].sum())
+            count += int(mask.sum())
     return total / count
 
 

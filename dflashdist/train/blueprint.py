@@ -142,17 +142,26 @@ def target_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def check_tokenizer(blueprint: Blueprint) -> None:
-    """Hold that the store was made with the target's own tokenizer. Raises InputError."""
-    from dflashdist.data.chat import ChatTokenizer
+    """Hold that the store was made with the target's own tokenizer, and its template if it says so.
 
-    config = blueprint.config
+    A store rendered by a template's file is held to the tokenizer alone. Raises InputError.
+    """
+    from dflashdist.data.tokenizer import TargetTokenizer, template_digest
+
+    config, meta = blueprint.config, blueprint.store.meta
     assert config.target.path is not None
-    chat = ChatTokenizer.load(config.target.path, config.target.revision)
-    if chat.fingerprint != blueprint.store.meta["tokenizer_fingerprint"]:
+    target = TargetTokenizer.read(config.target.path, config.target.revision)
+    rendering = meta.get("rendering", {})
+    differs = None
+    if target.fingerprint != meta["tokenizer_fingerprint"]:
+        differs = "tokenizer"
+    elif rendering.get("template") == "own":
+        found = template_digest(target.templates) if target.templates else None
+        differs = "chat template" if found != rendering["template_sha256"] else None
+    if differs:
         raise InputError(
-            f"{config.data.store}: made with another tokenizer or chat template (of "
-            f"{blueprint.store.meta['target']}) than {config.target.path} has; prepare anew with "
-            f"--target {config.target.path}"
+            f"{config.data.store}: made with another {differs} (of {meta['target']}) than "
+            f"{config.target.path} has; prepare anew with --target {config.target.path}"
         )
 
 

@@ -62,8 +62,10 @@ def test_a_target_from_nothing(tmp_path, monkeypatch):
     shipped = ChatTokenizer.load(TARGET)
     assert made.render(talk(1)) == shipped.render(talk(1))
     assert (made.end_ids, made.pad_id, made.vocab_size) == ((2,), 0, 2112)
-    assert made.decode(made.encode_prompt(talk(7))) == made.render(talk(7), True)
-    answer = Answerer(tmp_path).generate([made.encode_prompt(talk(1)[:1])])
+    assert made.decode(made.encode_prompt(talk(7))) == made.render(
+        talk(7), add_generation_prompt=True
+    )
+    answer = Answerer(tmp_path).batch.answers([made.encode_prompt(talk(1)[:1])], MAX_NEW_TOKENS)
     assert len(answer) == 1  # loads and runs
 
 
@@ -74,9 +76,10 @@ def test_batched_answers_are_the_ones_of_a_single_prompt(answerer):
         for name in names
     ]
     assert len(set(map(len, prompts))) > 1  # padding has something to do
-    target = CachedTarget(answerer.model)
+    target = CachedTarget(answerer.batch.model)
+    answers = answerer.batch.answers(prompts, MAX_NEW_TOKENS, give_up=is_looping)
     kept = 0
-    for prompt, answer in zip(prompts, answerer.generate(prompts), strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
         alone = plain_greedy(target, prompt, MAX_NEW_TOKENS, answerer.chat.end_ids).tokens
         if answer is None:
             assert is_looping(alone) or alone[-1] not in answerer.chat.end_ids
