@@ -1,7 +1,20 @@
-"""Conversations to a token store: rendered, tokenised, masked, cut, and every row accounted for."""
+"""Conversations to a token store, in two phases: parts by worker processes, then one store of them.
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+First each unit of the sources becomes a part (parts.py), in a folder beside the store that is named
+after all that decides the parts. Then, in the order of the sources, duplicates and the validation
+split are decided, and the parts are spliced into the store, which is renamed to its place.
+
+A prepare that was killed leaves the folder of parts and no store. The same command goes on from
+there and ends with the same store, to the bit; the number of workers changes nothing. A prepare
+that refuses its input leaves nothing. Source rows read = kept + rejected, always.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -9,160 +22,255 @@ import numpy as np
 from tqdm import tqdm
 
 from dflashdist.config import DataConfig, InputError
-from dflashdist.data.chat import ChatTokenizer, Rendering
-from dflashdist.data.conversations import (
-    Conversation,
-    Rejections,
-    RowError,
-    find_files,
-    read_conversations,
-)
+from dflashdist.data.audit import Tally, format_summary, summarise, write_audit
+from dflashdist.data.chat import ChatTokenizer
+from dflashdist.data.keys import Key, parts_key, repeatable, store_key
+from dflashdist.data.parts import Job, make_parts
+from dflashdist.data.place import StorePlace
 from dflashdist.data.shards import TokenStore, TokenStoreWriter
+from dflashdist.data.sources import Source, Sources
+from dflashdist.data.splice import TO_TRAINING, TO_VALIDATION, Book, Gathered, decide, splice
 
-NOT_ADJACENT = "no two adjacent supervised tokens"
-BEYOND = "answers begin beyond data.max_length"
-CHUNK = 512  # rows tokenised in one call: enough for the tokenizer's threads, little memory
-CHECKED = 32  # rows whose mask is verified by decoding
+__all__ = ["format_summary", "prepare", "summarise"]
+
+VALIDATION = "validation"  # the validation store's folder inside the store's
 
 
 def prepare(
-    sources: Sequence[str | Path],
+    sources: Sequence[str | Path | Source],
     target: str | Path,
     out: str | Path,
     data: DataConfig,
     overwrite: bool = False,
     revision: str | None = None,
+    verify_all: bool = False,
 ) -> dict[str, Any]:
     """Write the token store `out` of the conversations in `sources` for the target.
 
-    Rows are cut at data.max_length tokens on the right. A row needs max(2, data.min_supervised)
-    supervised tokens, two of them adjacent: a block of a drafter is an anchor and what follows it.
-    Returns the summary that `format_summary` prints; rows = kept + sum of rejected, always.
-    Raises InputError for bad sources, targets, masks, an existing `out`, or when no row is usable.
+    A store that is there and was made of the same content, target, settings and code is left as it
+    is. Masks are verified by decoding on a sample of the rows, or on all with `verify_all`.
+    Returns the summary that `format_summary` prints, with `reused`, and under `validation` that of
+    the validation store, or None. With several workers, processes are spawned: a script that calls
+    this must be importable, its own work under `if __name__ == "__main__"`.
+    Raises InputError for bad sources, targets or masks, for too many rejected rows, when no row is
+    usable, when another prepare is writing `out`, or when `out` holds something else.
     """
-    files = find_files(sources)
-    chat = ChatTokenizer.load(target, revision)
-    settings = {
-        "target": str(target),
-        "tokenizer_fingerprint": chat.fingerprint,
-        "tokenizer_length": chat.length,
-        "vocab_size": chat.vocab_size,
-        "pad_id": chat.pad_id,
-        "max_length": data.max_length,
-        "min_supervised": max(2, data.min_supervised),
-    }
-    rejections = Rejections()
-    conversations = read_conversations(files, rejections)
-    cut_rows = cut_tokens = 0
-    with TokenStoreWriter(out, settings, overwrite) as writer, _progress() as progress:
-        for origin, ids, mask in _tokenised(conversations, chat, rejections):
-            progress.update()
-            reason = _unusable(mask, data)
-            if reason:
-                rejections.add(reason, origin)
-                continue
-            if len(ids) > data.max_length:
-                cut_rows += 1
-                cut_tokens += len(ids) - data.max_length
-            writer.add(ids[: data.max_length], mask[: data.max_length])
-        writer.audit = {
-            "rows": writer.num_rows + rejections.total,
-            "kept": writer.num_rows,
-            "rejected": rejections.counts,
-            "examples": rejections.examples,
-            "cut_rows": cut_rows,
-            "cut_tokens": cut_tokens,
-        }
-        if not writer.num_rows:
-            raise InputError(f"no usable row among {rejections.total}: {_reasons(rejections)}")
-    return summarise(TokenStore.open(out))
+    place = StorePlace(out)
+    read = [_open(sources, place)]
+    if isinstance(data.validation, str | list):
+        own = [data.validation] if isinstance(data.validation, str) else data.validation
+        read.append(_open(own, place))
+    described = [one.describe() for one in read]
 
+    def load(date: str | None) -> tuple[ChatTokenizer, Key]:
+        chat = ChatTokenizer.load(
+            target, revision, template=data.template, settings=data.template_settings, date=date
+        )
+        split = described[1] if len(described) > 1 else data.validation
+        return chat, store_key(described[0], split, chat, data, verify_all)
 
-def summarise(store: TokenStore) -> dict[str, Any]:
-    """What a store holds and what was left out of it; plain values, for JSON or a table."""
-    quantiles = np.quantile(store.lengths, [0.1, 0.5, 0.9, 0.99, 1], method="higher")
-    return {
-        "store": str(store.path),
-        "fingerprint": store.fingerprint,
-        "target": store.meta["target"],
-        "max_length": store.meta["max_length"],
-        **store.meta["audit"],
-        "tokens": int(store.lengths.sum(dtype=np.int64)),
-        "supervised_tokens": int(store.supervised.sum(dtype=np.int64)),
-        "length_p10_p50_p90_p99_max": [int(value) for value in quantiles],
-    }
-
-
-def format_summary(summary: dict[str, Any]) -> str:
-    """The summary as a table."""
-    lengths = " / ".join(map(str, summary["length_p10_p50_p90_p99_max"]))
-    share = summary["supervised_tokens"] / summary["tokens"]
-    lines = [
-        ("store", summary["store"]),
-        ("fingerprint", summary["fingerprint"]),
-        ("rows read", f"{summary['rows']:,}"),
-        ("rows kept", f"{summary['kept']:,}"),
-        ("rows rejected", f"{sum(summary['rejected'].values()):,}"),
-    ]
-    for reason, count in sorted(summary["rejected"].items(), key=lambda item: -item[1]):
-        lines.append((f"  {reason}", f"{count:,}  ({', '.join(summary['examples'][reason])})"))
-    lines += [
-        (
-            f"rows cut at {summary['max_length']:,}",
-            f"{summary['cut_rows']:,}  ({summary['cut_tokens']:,} tokens lost)",
-        ),
-        ("tokens", f"{summary['tokens']:,}"),
-        ("supervised tokens", f"{summary['supervised_tokens']:,}  ({share:.0%})"),
-        ("length p10/50/90/99/max", lengths),
-    ]
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
-
-
-def _tokenised(
-    conversations: Iterable[Conversation], chat: ChatTokenizer, rejections: Rejections
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """(origin, ids int32, loss mask uint8) of each row that renders and masks exactly."""
-    to_check = CHECKED
-    rows = iter(conversations)
-    while chunk := list(islice(rows, CHUNK)):
-        rendered: list[tuple[str, Rendering]] = []
-        for conversation in chunk:
+    recorded = None if data.date else place.recorded_date()
+    chat, key = load(data.date or recorded)
+    if place.holds(key, overwrite) and not place.partial.exists():
+        return _summary(place.out, reused=True)
+    if recorded and not (place.partial / parts_key(key, described[0])).exists():
+        chat, key = load(None)  # nothing to go on with: today's date
+    jobs = [
+        Job(
+            place.partial / parts_key(key, one), str(target), revision, chat.rendering["date"],
+            chat.fingerprint, data, verify_all,
+        )
+        for one in described
+    ]  # fmt: skip
+    try:
+        with place.locked():
+            if place.holds(key, overwrite):  # made meanwhile, or its folder of parts was left
+                place.clear()
+                return _summary(place.out, reused=True)
+            kept = [job.folder for job, one in zip(jobs, described, strict=True) if repeatable(one)]
+            place.begin(key, kept)
             try:
-                rendered.append((conversation.origin, chat.render_answers(conversation.messages)))
-            except RowError as error:
-                rejections.add(str(error), conversation.origin)
-        encodings = chat.encode([rendering.text for _, rendering in rendered])
-        for (origin, rendering), encoding in zip(rendered, encodings, strict=True):
-            try:
-                mask = chat.loss_mask(encoding, rendering.spans)
-            except RowError as error:
-                rejections.add(str(error), origin)
-                continue
-            if to_check:
-                chat.check_mask(encoding, mask, rendering, origin)
-                to_check -= 1
-            yield origin, np.array(encoding.ids, dtype=np.int32), mask
+                _write(place, key, chat, read, jobs)
+                place.finish()
+            except InputError:
+                place.clear()
+                raise
+    except BrokenProcessPool as error:
+        raise InputError(
+            f"{out}: a worker process was killed, perhaps for want of memory; the same command "
+            "goes on where it stopped, and data.workers=N takes fewer of them"
+        ) from error
+    except OSError as error:  # a full disk, a lost connection
+        raise InputError(f"{out}: {error}; the same command goes on where it stopped") from error
+    return _summary(place.out, reused=False)
 
 
-def _unusable(mask: np.ndarray, data: DataConfig) -> str | None:
-    """Why a row with this mask cannot be trained on, or None."""
-    kept = mask[: data.max_length]
-    least = max(2, data.min_supervised)
-    if kept.sum() < least:
-        return BEYOND if mask.sum() >= least else f"fewer than {least} supervised tokens"
-    return None if (kept[1:] & kept[:-1]).any() else NOT_ADJACENT
+def _open(sources: Sequence[str | Path | Source], place: StorePlace) -> Sources:
+    read = Sources(sources)
+    for folder in (Path(source.path) for source in read.sources):
+        if folder.is_dir() and place.out.resolve().is_relative_to(folder.resolve()):
+            raise InputError(
+                f"{place.out}: lies in the source folder {folder}, of which it would be a part the "
+                "next time; give an --out outside of it"
+            )
+    return read
 
 
-def _reasons(rejections: Rejections) -> str:
+def _summary(path: Path, reused: bool) -> dict[str, Any]:
+    inside = path / VALIDATION
+    summary = summarise(TokenStore.open(path)) | {
+        "reused": reused,
+        "validation": summarise(TokenStore.open(inside)) if inside.exists() else None,
+    }
+    for warning in summary["warnings"]:
+        print(f"dflashdist prepare: warning: {warning}", file=sys.stderr)
+    return summary
+
+
+def _write(
+    place: StorePlace, key: Key, chat: ChatTokenizer, read: list[Sources], jobs: list[Job]
+) -> None:
+    """Write the complete and audited store beside its place."""
+    data = jobs[0].data
+    # A validation set of its own comes first: what it holds is not trained on.
+    held_out = _gather(read[1], jobs[1], chat) if len(read) > 1 else None
+    gathered = _gather(read[0], jobs[0], chat)
+    goes = decide(gathered, data.deduplicate, held_out, None if held_out else data.validation)
+    _refuse_empty(goes, data)
+    with ExitStack() as stack:
+
+        def book(path: Path) -> Book:
+            writer = TokenStoreWriter(path, _settings(jobs[0], chat), overwrite=True)
+            writer.key = key
+            return Book(stack.enter_context(writer), Tally(chat.vocab_size))
+
+        training = book(place.store)
+        books = {TO_TRAINING: training}
+        if data.validation is not None:
+            books[TO_VALIDATION] = book(place.partial / VALIDATION)
+        splice(gathered, goes, books)
+        training.finish(_about(gathered, goes, data), chat)
+        if held_out:
+            own = decide(held_out, data.deduplicate)
+            splice(held_out, own, {TO_TRAINING: books[TO_VALIDATION]})
+            books[TO_VALIDATION].finish(_about(held_out, own, data), chat)
+        elif data.validation:
+            books[TO_VALIDATION].finish(_about_share(gathered, goes, data), chat)
+    if data.validation is not None:
+        os.rename(place.partial / VALIDATION, place.store / VALIDATION)
+        write_audit(TokenStore.open(place.store / VALIDATION), chat)
+    write_audit(TokenStore.open(place.store), chat)
+
+
+def _gather(sources: Sources, job: Job, chat: ChatTokenizer) -> Gathered:
+    """Make all parts, or stop as soon as too much is rejected. Raises InputError."""
+    data, gathered, most = job.data, Gathered(), sources.max_rows
+    parts = make_parts(sources, job, chat, data.workers or num_cores())
+    bar = tqdm(total=most, desc="prepare", unit=" rows", disable=None)
+    with closing(parts), bar:  # workers end before anything of theirs is removed
+        for path in parts:
+            part = gathered.add(path)
+            bar.update(part.source_rows)
+            if data.strict and part.rejections.total:
+                reason, examples = next(iter(part.rejections.examples.items()))
+                raise InputError(
+                    f"{examples[0]}: {reason}; mend or leave out the row, or set data.strict=false"
+                )
+            if most is not None:
+                _refuse_rejected(gathered, most, data)
+    if not any(map(len, gathered.conversations)):
+        raise InputError(f"no usable row among {gathered.source_rows}: {_reasons(gathered)}")
+    _refuse_rejected(gathered, gathered.source_rows, data)
+    return gathered
+
+
+def _refuse_rejected(gathered: Gathered, rows: int, data: DataConfig) -> None:
+    """Raise InputError when more than data.max_rejected of `rows` are rejected, whatever follows.
+
+    Copies and validation rows, which are left out on purpose, come later and do not count.
+    """
+    rejected = gathered.rejections.total
+    if rejected > Fraction(str(data.max_rejected)) * rows:  # exact: 29 of 100 are not over 0.29
+        raise InputError(
+            f"{rejected:,} rejected of the first {gathered.source_rows:,} of at most {rows:,} "
+            f"source rows, which is more than data.max_rejected={data.max_rejected}: "
+            f"{_reasons(gathered)}; mend or leave out these rows, or raise data.max_rejected"
+        )
+
+
+def _reasons(gathered: Gathered) -> str:
+    rejections = gathered.rejections
     if not rejections.counts:
         return "the sources are empty"
     return "; ".join(
-        f"{count} x {reason} (first: {rejections.examples[reason][0]})"
-        for reason, count in rejections.counts.items()
+        f"{count:,} x {reason} (first: {rejections.examples[reason][0]})"
+        for reason, count in sorted(rejections.counts.items(), key=lambda item: -item[1])
     )
 
 
-def _progress() -> Any:
-    """A bar on a terminal, nothing elsewhere."""
-    return tqdm(desc="prepare", unit=" rows", disable=None)
+def _refuse_empty(goes: np.ndarray, data: DataConfig) -> None:
+    """Raise InputError when one of the stores asked for would have no row."""
+    if not (goes == TO_TRAINING).any():
+        raise InputError(
+            f"all {len(goes):,} conversations are in the validation set (data.validation="
+            f"{data.validation}), so none is left to train on; make it smaller"
+        )
+    if isinstance(data.validation, float) and not (goes == TO_VALIDATION).any():
+        raise InputError(
+            f"data.validation={data.validation}: no opening of {len(goes):,} conversations falls "
+            "into this share; raise it, or name sources of their own"
+        )
+
+
+def _settings(job: Job, chat: ChatTokenizer) -> dict[str, Any]:
+    """What decided the rows of a store, beside the sources; training reads some of it."""
+    return {
+        "target": job.target,
+        "tokenizer_fingerprint": chat.tokenizer_fingerprint,
+        "chat_fingerprint": chat.fingerprint,
+        "tokenizer_length": chat.length,
+        "vocab_size": chat.vocab_size,
+        "pad_id": chat.pad_id,
+        "rendering": chat.rendering,
+        "max_length": job.data.max_length,
+        "min_supervised": max(2, job.data.min_supervised),
+        "turns": job.data.turns,
+    }
+
+
+def _about(gathered: Gathered, goes: np.ndarray, data: DataConfig) -> dict[str, Any]:
+    """The audit's part on the sources, after the splice."""
+    to_validation = int(np.count_nonzero(goes == TO_VALIDATION))
+    kept = gathered.source_rows - gathered.rejections.total
+    assert kept == to_validation + np.count_nonzero(goes == TO_TRAINING), "rows unaccounted for"
+    return {
+        "source_rows": gathered.source_rows,
+        "kept": kept,
+        "to_validation": to_validation,
+        "rejected": gathered.rejections.counts,
+        "examples": gathered.rejections.examples,
+        "duplicates": int(np.count_nonzero(gathered.copies)),
+        "deduplicated": data.deduplicate,
+        "checked_rows": gathered.checked_rows,
+        "checked_tokens": gathered.checked_tokens,
+    }
+
+
+def _about_share(gathered: Gathered, goes: np.ndarray, data: DataConfig) -> dict[str, Any]:
+    """The same of a validation store that is a share: only what went into it is known of it."""
+    inside = goes == TO_VALIDATION
+    return {
+        "source_rows": int(np.count_nonzero(inside)),
+        "kept": int(np.count_nonzero(inside)),
+        "to_validation": 0,
+        "rejected": {},
+        "examples": {},
+        "duplicates": int(np.count_nonzero(gathered.copies & inside)),
+        "deduplicated": data.deduplicate,
+    }
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

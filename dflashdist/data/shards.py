@@ -1,13 +1,15 @@
-"""The token store: token ids and loss masks in flat mapped files, complete or absent.
+"""The token store: token ids and loss masks in mapped shard files, complete or absent.
 
-    ids.bin         int32, all rows one after another
-    loss_mask.bin   uint8, likewise
-    lengths.npy     int32 [N], tokens a row
-    supervised.npy  int32 [N], supervised tokens a row
-    meta.json       version, fingerprint, settings, audit; written last
+    ids-00000.bin        int32, the rows of shard 0 one after another
+    loss_mask-00000.bin  uint8, likewise
+    ...                  a shard ends with the row or batch that fills it (SHARD_TOKENS)
+    lengths.npy          int32 [N], tokens a row, over all shards
+    supervised.npy       int32 [N], supervised tokens a row
+    meta.json            version, fingerprint, shards, settings, key, audit; written last
 
 A store is written in a folder beside its place, synced to disk and renamed. A killed writer leaves
-only that folder, without meta.json, which does not open.
+only that folder, without meta.json, which does not open. The fingerprint is of every id, mask and
+length and of the settings: not of how the rows are split into shards, and not of the place.
 """
 
 import hashlib
@@ -15,6 +17,8 @@ import json
 import os
 import shutil
 from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -23,14 +27,14 @@ import numpy as np
 
 from dflashdist.config import InputError
 
-VERSION = 1
-IDS, MASK, LENGTHS, SUPERVISED, META = (
-    "ids.bin",
-    "loss_mask.bin",
-    "lengths.npy",
-    "supervised.npy",
-    "meta.json",
-)
+VERSION = 2
+SHARD_TOKENS = 1 << 28  # 1.25 GiB a shard: few files to hold open, and none too large to copy
+LENGTHS, SUPERVISED, META = "lengths.npy", "supervised.npy", "meta.json"
+
+
+def shard_names(i: int) -> tuple[str, str]:
+    """The files of shard i: its ids, its loss masks."""
+    return f"ids-{i:05d}.bin", f"loss_mask-{i:05d}.bin"
 
 
 class TokenStore:
@@ -44,70 +48,92 @@ class TokenStore:
         self.supervised: np.ndarray = np.load(path / SUPERVISED)  # int32 [N]
         self.num_rows = len(self.lengths)
         self._offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
-        self._ids = np.memmap(path / IDS, dtype=np.int32, mode="r")
-        self._mask = np.memmap(path / MASK, dtype=np.uint8, mode="r")
+        rows = [shard["rows"] for shard in meta["shards"]]
+        self._first_rows: list[int] = [sum(rows[:i]) for i in range(len(rows))]
+        names = [shard_names(i) for i in range(len(rows))]
+        self._ids = [np.memmap(path / ids, dtype=np.int32, mode="r") for ids, _ in names]
+        self._masks = [np.memmap(path / mask, dtype=np.uint8, mode="r") for _, mask in names]
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenStore":
         """The store at `path`.
 
-        Raises InputError when it is missing, incomplete or of another version.
+        Raises InputError when it is missing, incomplete, damaged or of another version.
         """
         path = Path(path)
-        again = "make it with `dflashdist prepare`"
-        if not path.is_dir():
-            raise InputError(f"{path}: no token store here; {again}")
-        try:
-            meta = json.loads((path / META).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}: not a complete token store (no {META}); {again}") from error
+        meta = read_meta(path)
+        again = "make it with `dflashdist prepare` anew"
         if meta.get("version") != VERSION:
             found = meta.get("version")
-            raise InputError(
-                f"{path}: store version {found}, this is version {VERSION}; {again} anew"
-            )
-        sizes = {IDS: 4 * meta["num_tokens"], MASK: meta["num_tokens"]}
-        for name, size in sizes.items():
-            file = path / name
-            if not file.is_file() or file.stat().st_size != size:
-                raise InputError(f"{file}: missing or not of {size} bytes; {again} anew")
-        store = cls(path, meta)
-        if not store.num_rows == meta["num_rows"] == len(store.supervised):
-            raise InputError(f"{path}: its files disagree on the number of rows; {again} anew")
+            raise InputError(f"{path}: store version {found}, this is version {VERSION}; {again}")
+        try:
+            for i, shard in enumerate(meta["shards"]):
+                for name, bytes_a_token in zip(shard_names(i), (4, 1), strict=True):
+                    file, size = path / name, bytes_a_token * shard["tokens"]
+                    if not file.is_file() or file.stat().st_size != size:
+                        raise InputError(f"{file}: missing or not of {size} bytes; {again}")
+            store = cls(path, meta)
+            rows = {store.num_rows, len(store.supervised), meta["num_rows"]}
+            rows.add(sum(shard["rows"] for shard in meta["shards"]))
+            tokens = {int(store._offsets[-1]), meta["num_tokens"]}
+            tokens.add(sum(shard["tokens"] for shard in meta["shards"]))
+        except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{path}: damaged ({error}); {again}") from error
+        if len(rows) > 1 or len(tokens) > 1:
+            raise InputError(f"{path}: its files disagree on the number of rows; {again}")
         return store
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Row i: ids int32 [len] and loss mask uint8 [len]."""
-        start, end = self._offsets[i], self._offsets[i + 1]
-        return self._ids[start:end], self._mask[start:end]
+        shard = bisect_right(self._first_rows, i) - 1
+        base = self._offsets[self._first_rows[shard]]
+        start, end = self._offsets[i] - base, self._offsets[i + 1] - base
+        return self._ids[shard][start:end], self._masks[shard][start:end]
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """meta.json of the store at `path`, of whatever version.
+
+    Raises InputError when there is no complete store.
+    """
+    again = "make it with `dflashdist prepare`"
+    if not path.is_dir():
+        raise InputError(f"{path}: no token store here; {again}")
+    try:
+        meta = json.loads((path / META).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not a complete token store (no {META}); {again}") from error
+    if not isinstance(meta, dict):
+        raise InputError(f"{path}: its {META} is not that of a token store; {again}")
+    return meta
 
 
 class TokenStoreWriter:
     """Writes a store; use as a context manager. An exception leaves nothing, also not a part.
 
-    `settings` (what decided the rows' content) enters the fingerprint, `audit` only meta.json.
-    Raises InputError when `path` exists, unless `overwrite`: then the old store stays until the
-    new one is complete.
+    `settings` (what decided the rows' content) enters the fingerprint; `key` and `audit`, which may
+    be set until the end, only meta.json. Raises InputError when `path` exists, unless `overwrite`:
+    then the old store stays until the new one is complete.
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any], overwrite: bool = False) -> None:
         self.path = Path(path)
         self.audit: dict[str, Any] = {}
+        self.key: dict[str, Any] = {}
         self._settings = settings
         if self.path.exists():
             if not overwrite:
                 raise InputError(f"{self.path}: exists already; pass --overwrite or another --out")
-            if any(self.path.iterdir()) and not (self.path / META).is_file():
-                raise InputError(
-                    f"{self.path}: not a token store, so not overwritten; give another --out"
-                )
+            refuse_foreign_folder(self.path)
         self._partial = self.path.with_name(f".{self.path.name}.partial")
 
     def __enter__(self) -> "TokenStoreWriter":
         shutil.rmtree(self._partial, ignore_errors=True)  # of a writer that was killed
         self._partial.mkdir(parents=True)
-        self._ids: IO[bytes] = open(self._partial / IDS, "wb")
-        self._mask: IO[bytes] = open(self._partial / MASK, "wb")
+        self._files: list[IO[bytes]] = []  # of the shard that is being filled
+        self._shards: list[dict[str, int]] = []
         self._ids_hash, self._mask_hash = hashlib.sha256(), hashlib.sha256()
         self._lengths, self._supervised = array("i"), array("i")
         return self
@@ -119,16 +145,47 @@ class TokenStoreWriter:
 
     def add(self, ids: np.ndarray, loss_mask: np.ndarray) -> None:
         """Append a row: ids [len] (any integers below 2^31), loss_mask [len] of 0 and 1."""
-        assert len(ids) == len(loss_mask) > 0
-        for values, dtype, file, digest in (
-            (ids, "<i4", self._ids, self._ids_hash),
-            (loss_mask, "u1", self._mask, self._mask_hash),
-        ):
-            data = np.ascontiguousarray(values, dtype=dtype).tobytes()
-            file.write(data)
-            digest.update(data)
-        self._lengths.append(len(ids))
-        self._supervised.append(int(np.count_nonzero(loss_mask)))
+        self.extend(ids, loss_mask, [len(ids)])
+
+    def extend(
+        self, ids: np.ndarray, loss_mask: np.ndarray, lengths: Sequence[int] | np.ndarray
+    ) -> None:
+        """Append rows that lie one after another: ids and loss_mask [sum of lengths].
+
+        They stay in one shard, so a call should bring no more than a few million tokens.
+        """
+        sizes = np.asarray(lengths, dtype=np.int64)
+        assert len(ids) == len(loss_mask) == sizes.sum() and (sizes > 0).all()
+        if not len(sizes):
+            return
+        if not self._shards or self._shards[-1]["tokens"] >= SHARD_TOKENS:
+            self._begin_shard()
+        shard = self._shards[-1]
+        shard["rows"] += len(sizes)
+        shard["tokens"] += len(ids)
+        mask = np.ascontiguousarray(loss_mask, dtype="u1")
+        assert mask.max() <= 1, "a loss mask holds 0 and 1"
+        flat = np.ascontiguousarray(ids, dtype="<i4")
+        hashes = (self._ids_hash, self._mask_hash)
+        for values, file, digest in zip((flat, mask), self._files, hashes, strict=True):
+            file.write(values.data)
+            digest.update(values.data)
+        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        supervised = np.add.reduceat(mask, starts, dtype=np.int32)
+        self._lengths.frombytes(sizes.astype(np.int32).tobytes())
+        self._supervised.frombytes(supervised.tobytes())
+
+    def _begin_shard(self) -> None:
+        self._end_shard()
+        names = shard_names(len(self._shards))
+        self._files = [open(self._partial / name, "wb") for name in names]  # noqa: SIM115
+        self._shards.append({"rows": 0, "tokens": 0})
+
+    def _end_shard(self) -> None:
+        for file in self._files:
+            _sync(file)
+            file.close()
+        self._files = []
 
     def __exit__(
         self,
@@ -136,17 +193,15 @@ class TokenStoreWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for file in (self._ids, self._mask):
-            _sync(file)
-            file.close()
         if kind is not None:
+            for file in self._files:
+                file.close()
             shutil.rmtree(self._partial)
             return
+        self._end_shard()
         lengths = np.array(self._lengths, dtype=np.int32)
-        for name, values in (
-            (LENGTHS, lengths),
-            (SUPERVISED, np.array(self._supervised, np.int32)),
-        ):
+        supervised = np.array(self._supervised, dtype=np.int32)
+        for name, values in ((LENGTHS, lengths), (SUPERVISED, supervised)):
             with open(self._partial / name, "wb") as file:
                 np.save(file, values)
                 _sync(file)
@@ -155,14 +210,15 @@ class TokenStoreWriter:
             "fingerprint": self._fingerprint(lengths),
             "num_rows": len(lengths),
             "num_tokens": int(lengths.sum(dtype=np.int64)),
+            "shards": self._shards,
             **self._settings,
+            "key": self.key,
             "audit": self.audit,
         }
         with open(self._partial / META, "w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)
             _sync(file)
-        sync(self._partial)
-        self._put_in_place()
+        put_in_place(self._partial, self.path)
 
     def _fingerprint(self, lengths: np.ndarray) -> str:
         """Hex, of every id, mask and length, and of the settings."""
@@ -170,14 +226,25 @@ class TokenStoreWriter:
         parts = (self._ids_hash.digest(), self._mask_hash.digest(), lengths.astype("<i4").tobytes())
         return hashlib.sha256(b"".join(parts) + settings).hexdigest()[:32]
 
-    def _put_in_place(self) -> None:
-        old = self.path.with_name(f".{self.path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if self.path.exists():
-            os.rename(self.path, old)
-        os.rename(self._partial, self.path)
-        sync(self.path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+
+def refuse_foreign_folder(path: Path) -> None:
+    """Raise InputError unless the existing `path` is a token store, or empty: nothing else may be
+    overwritten.
+    """
+    if not path.is_dir() or (any(path.iterdir()) and not (path / META).is_file()):
+        raise InputError(f"{path}: not a token store, so not overwritten; give another --out")
+
+
+def put_in_place(folder: Path, path: Path) -> None:
+    """Sync a complete store's folder and rename it to `path`; what was there before goes last."""
+    sync(folder)
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        os.rename(path, old)
+    os.rename(folder, path)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _sync(file: IO[Any]) -> None:

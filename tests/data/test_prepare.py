@@ -1,86 +1,352 @@
-"""From JSON Lines to a store: every row accounted for."""
+"""From source rows to a store: every row accounted for, and never a store of something else."""
 
+import gzip
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import dflashdist.demo
 from dflashdist.config import DataConfig, InputError
-from dflashdist.data import chat, conversations, prepare
+from dflashdist.data import messages, parts, splice
+from dflashdist.data import prepare as prepare_module
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.data.shards import TokenStore
+from dflashdist.data.place import StorePlace
+from dflashdist.data.prepare import format_summary, prepare
+from dflashdist.data.shards import TokenStore, TokenStoreWriter
 
 TARGET = Path(dflashdist.demo.__file__).parent / "target"
+FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
+DATED = (
+    "{{ 'Today is ' + strftime_now('%Y-%m-%d') + '\n' }}{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
-def row(question: str, answer: object) -> str:
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return json.dumps({"messages": messages})
+@pytest.fixture(scope="module")
+def chat():
+    return ChatTokenizer.load(TARGET)
 
 
-def run(tmp_path, lines, **data):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(lines))
-    return prepare.prepare([file], TARGET, tmp_path / "store", DataConfig(**data), overwrite=True)
-
-
-def test_counts_add_up_over_every_kind_of_row(tmp_path):
-    lines = [
-        row("What is it?", "A thing."),
-        row("What is it?", "word " * 40 + "end"),  # cut
-        "{",
-        row("What is it?", ["parts"]),
-        row("What is it?", "  indented"),
-        row("What is it?", "a<|im_end|>b"),
-        row("word " * 60, "A thing."),
-        row("What is it?", "x"),
+def talk(*contents: object) -> str:
+    """A row of JSON Lines whose turns alternate, the user's first."""
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
     ]
-    summary = run(tmp_path, lines, max_length=32, min_supervised=3)
-    assert summary["rejected"] == {
-        conversations.NOT_JSON: 1,
-        conversations.NOT_TEXT: 1,
-        chat.STRADDLES: 1,
-        chat.END_INSIDE: 1,
-        prepare.BEYOND: 1,
-        "fewer than 3 supervised tokens": 1,
-    }
-    assert summary["rows"] == len(lines) == summary["kept"] + sum(summary["rejected"].values())
-    tokenizer = ChatTokenizer.load(TARGET)
-    whole = tokenizer.encode([tokenizer.render(json.loads(lines[1])["messages"])])[0].ids
+    return json.dumps({"messages": turns})
+
+
+def write(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run(tmp_path, lines, overwrite=True, target=TARGET, **data):
+    file = write(tmp_path / "rows.jsonl", lines)
+    return prepare([file], target, tmp_path / "store", DataConfig(**data), overwrite=overwrite)
+
+
+def texts(store: TokenStore, chat: ChatTokenizer) -> list[str]:
+    return [chat.decode(store.row(i)[0].tolist()) for i in range(store.num_rows)]
+
+
+def test_counts_add_up_over_every_kind_of_row(tmp_path, chat):
+    lines = [
+        talk("What is it?", "A thing."),
+        talk("What is it?", "word " * 40 + "end"),  # cut
+        "{",
+        talk("What is it?", 7),
+        talk("What is it?", "a<|im_end|>b"),
+        talk("word " * 60, "A thing."),
+        talk("What is it?", "x"),
+        talk("Only a question"),
+    ]
+    summary = run(tmp_path, lines, max_length=32, min_supervised=3, max_rejected=0.8)
+    rejected = summary["rejected"]
+    expected = (messages.NOT_JSON, messages.NOT_TEXT, messages.NO_ANSWER, parts.BEYOND)
+    assert {*expected, "fewer than 3 supervised tokens"} <= set(rejected)
+    assert set(rejected.values()) == {1} and len(rejected) == 6
+    assert summary["source_rows"] == len(lines) == summary["kept"] + sum(rejected.values())
+    whole = chat.encode_prompt(json.loads(lines[1])["messages"][:1])
+    whole += chat.encode(["word " * 40 + "end<|im_end|>"])[0].ids
     assert (summary["cut_rows"], summary["cut_tokens"]) == (1, len(whole) - 32)
     store = TokenStore.open(tmp_path / "store")
-    assert store.num_rows == summary["kept"] == 2 and store.lengths.max() == 32
-    table = prepare.format_summary(summary)
-    assert "rows rejected" in table and f"{tmp_path / 'rows.jsonl'}:3" in table
+    assert store.num_rows == summary["training_rows"] == summary["kept"] == 2
+    assert store.lengths.max() == 32
+    table = format_summary(summary)
+    assert "rejected" in table and f"{tmp_path / 'rows.jsonl'}:3" in table
 
 
-def test_masks_in_the_store_decode_to_the_answers(tmp_path):
-    answers = [f"Answer {i}: `f({i})`\n\n- café" for i in range(700)]  # more than one chunk
-    run(tmp_path, [row("What?", answer) for answer in answers])
-    store, tokenizer = TokenStore.open(tmp_path / "store"), ChatTokenizer.load(TARGET)
+def test_masks_in_the_store_decode_to_the_answers(tmp_path, chat):
+    answers = [f"Answer {i}: `f({i})`\n\n- café" for i in range(300)]
+    file = write(tmp_path / "rows.jsonl", [talk("What?", answer) for answer in answers])
+    out = tmp_path / "store"
+    summary = prepare([file], TARGET, out, DataConfig(), verify_all=True)
+    store = TokenStore.open(out)
     for i, answer in enumerate(answers):
         ids, mask = store.row(i)
-        assert tokenizer.decode(ids[mask == 1].tolist()) == answer + "<|im_end|>"
+        assert chat.decode(ids[mask == 1].tolist()) == answer + "<|im_end|>"
         assert store.supervised[i] == mask.sum()
+    assert summary["checked_rows"] == 300
+    assert summary["checked_tokens"] == summary["supervised_tokens"]
+    # Verified in full, it also serves whoever is content with a sample; not the other way round.
+    assert prepare([file], TARGET, out, DataConfig())["reused"]
+    sampled = prepare([file], TARGET, tmp_path / "sampled", DataConfig())
+    assert sampled["checked_rows"] == parts.CHECKED
+    assert sampled["fingerprint"] == summary["fingerprint"]
+    with pytest.raises(InputError, match="--verify"):
+        prepare([file], TARGET, tmp_path / "sampled", DataConfig(), verify_all=True)
 
 
-def test_two_adjacent_supervised_tokens_are_needed(tmp_path):
+def test_two_adjacent_supervised_tokens_are_needed(tmp_path, chat):
     # Cut after the first token of the answer, or after the second.
-    length = len(ChatTokenizer.load(TARGET).encode_prompt([{"role": "user", "content": "What?"}]))
-    with pytest.raises(InputError, match=prepare.BEYOND):
-        run(tmp_path, [row("What?", "A thing.")], max_length=length + 1)
-    assert run(tmp_path, [row("What?", "A thing.")], max_length=length + 2)["kept"] == 1
+    length = len(chat.encode_prompt([{"role": "user", "content": "What?"}]))
+    with pytest.raises(InputError, match=parts.BEYOND):
+        run(tmp_path, [talk("What?", "A thing.")], max_length=length + 1)
+    assert run(tmp_path, [talk("What?", "A thing.")], max_length=length + 2)["kept"] == 1
+    apart = {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [1, 0, 1, 0, 1]}
+    with pytest.raises(InputError, match=parts.NOT_ADJACENT):
+        run(tmp_path, [json.dumps(apart)])
 
 
-def test_no_usable_row_names_the_reasons(tmp_path):
-    with pytest.raises(InputError, match=r"no usable row among 2: 2 x not JSON .*rows\.jsonl:1"):
-        run(tmp_path, ["{", "{"])
+def test_a_cut_goes_back_to_the_last_supervised_token(tmp_path, chat):
+    line = talk("What?", "A thing.", "And what " * 30, "Another thing.")
+    first = json.loads(line)["messages"][:1]
+    end = len(chat.encode_prompt(first)) + len(chat.encode(["A thing.<|im_end|>"])[0].ids)
+    for max_length in (end, end + 1, end + 20):
+        summary = run(tmp_path, [line], max_length=max_length)
+        store = TokenStore.open(tmp_path / "store")
+        assert store.lengths.tolist() == [end] and store.row(0)[1][-1] == 1
+        assert summary["cut_rows"] == 1
+    assert run(tmp_path, [line])["cut_rows"] == 0
+
+
+def test_rows_left_out_of_kept_conversations_are_counted(tmp_path):
+    """A template that rewrites history gives a row an answer; one of them is too short."""
+    folder = tmp_path / "target"
+    last = "{% if loop.last and m['role'] == 'assistant' %}{{ '<think></think>' }}{% endif %}"
+    with_template(folder, DATED.replace("m['content'] + ", "'' }}" + last + "{{ m['content'] + "))
+    line = talk("What?", "A thing.", "And?", "Another thing, which is longer than the first.")
+    summary = run(tmp_path, [line], target=folder, min_supervised=18, date="2020-02-02")
+    assert summary["training_rows_made"] == 2 and summary["training_rows"] == 1
+    assert summary["left_out"] == {"fewer than 18 supervised tokens": 1}
+    assert summary["source_rows"] == summary["kept"] == 1 and summary["answers"] == 2
+
+
+@pytest.mark.parametrize("bad", [["{", "{"], [""]])
+def test_no_usable_row_is_an_error_and_leaves_nothing(tmp_path, bad):
+    with pytest.raises(InputError, match=r"no usable row among \d"):
+        run(tmp_path, bad, max_rejected=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_store_is_reused_only_for_the_same(tmp_path):
+    lines = [talk("What?", "A thing."), talk("Why?", "A reason.")]
+    first = run(tmp_path, lines, overwrite=False)
+    meta = tmp_path / "store" / "meta.json"
+    written = meta.stat().st_mtime_ns
+    again = run(tmp_path, lines, overwrite=False, workers=2, max_rejected=0.5)
+    assert again["reused"] and not first["reused"] and meta.stat().st_mtime_ns == written
+    assert {**again, "reused": False} == first
+    for changed, words in [
+        ({"max_length": 100}, r"data.max_length \(3072 then, 100 now\)"),
+        ({"turns": "last"}, "data.turns"),
+        ({"deduplicate": True}, "data.deduplicate"),
+        ({"validation": 0.5}, "data.validation"),
+        ({"fields": {"text": "body"}}, "data.fields"),
+    ]:
+        with pytest.raises(InputError, match=f"differs in {words}.*--overwrite"):
+            run(tmp_path, lines, overwrite=False, **changed)
+    with pytest.raises(InputError, match="differs in the sources"):
+        run(tmp_path, [*lines, lines[0]], overwrite=False)
+    key = json.loads(meta.read_text())
+    key["key"]["code"] = "another"
+    meta.write_text(json.dumps(key))
+    with pytest.raises(InputError, match="the code of dflashdist"):
+        run(tmp_path, lines, overwrite=False)
+    replaced = run(tmp_path, lines, max_length=100)
+    assert not replaced["reused"] and replaced["fingerprint"] != first["fingerprint"]
+    assert run(tmp_path, lines)["fingerprint"] == first["fingerprint"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "store"]
+
+
+def test_a_damaged_store_is_not_reused(tmp_path):
+    lines = [talk("What?", "A thing.")]
+    run(tmp_path, lines)
+    (tmp_path / "store" / "lengths.npy").write_bytes(b"")
+    with pytest.raises(InputError, match=r"damaged.*--overwrite"):
+        run(tmp_path, lines, overwrite=False)
+    assert run(tmp_path, lines)["kept"] == 1
+
+
+def with_template(folder: Path, template: str) -> Path:
+    folder.mkdir()
+    for name in FILES:
+        shutil.copy(TARGET / name, folder / name)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def test_the_day_of_a_store_holds_tomorrow(tmp_path, chat):
+    target = with_template(tmp_path / "target", DATED)
+    lines = [talk("What?", "A thing.")]
+    run(tmp_path, lines, target=target, date="2020-02-02")
+    store = TokenStore.open(tmp_path / "store")
+    assert store.meta["rendering"]["date"] == "2020-02-02"
+    assert texts(store, chat)[0].startswith("Today is 2020-02-02\n")
+    assert run(tmp_path, lines, target=target, overwrite=False)["reused"]
+    with pytest.raises(InputError, match="template"):
+        run(tmp_path, lines, target=target, overwrite=False, date="2020-02-03")
+    run(tmp_path, [*lines, *lines], target=target)  # another store is of today
+    assert TokenStore.open(tmp_path / "store").meta["rendering"]["date"] > "2020-02-02"
+
+
+def test_what_was_started_yesterday_keeps_its_day(tmp_path, monkeypatch):
+    """Also when it was interrupted in its last phase: the disk was full."""
+    target = with_template(tmp_path / "target", DATED)
+    lines = [talk("What?", "A thing.")]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(prepare_module, "write_audit", full)
+        with pytest.raises(InputError, match=r"No space left.*goes on"):
+            run(tmp_path, lines, target=target, date="2020-02-02")
+    partial = StorePlace(tmp_path / "store").partial
+    (path,) = partial.glob("*/*.npz")
     assert not (tmp_path / "store").exists()
+    part = parts.Part.load(path)
+    part.ids[0] = 3  # the part that is there is the one that is used
+    part.save(path)
+    run(tmp_path, lines, target=target)
+    store = TokenStore.open(tmp_path / "store")
+    assert store.meta["rendering"]["date"] == "2020-02-02" and store.row(0)[0][0] == 3
+    assert not partial.exists()
 
 
-def test_the_same_rows_give_the_same_fingerprint(tmp_path):
-    lines = [row("What?", "A thing."), row("Why?", "A reason.")]
-    first = run(tmp_path, lines)["fingerprint"]
-    assert run(tmp_path, lines)["fingerprint"] == first
-    assert run(tmp_path, lines, max_length=100)["fingerprint"] != first
+def test_strict_stops_at_the_first_bad_row(tmp_path):
+    lines = [talk("What?", "A thing."), "{", talk("What?")]
+    with pytest.raises(InputError, match=r"rows\.jsonl:2: not JSON; .*data\.strict"):
+        run(tmp_path, lines, strict=True, max_rejected=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_too_many_rejected_rows_end_it(tmp_path):
+    good = [talk(f"What is {i}?", "A thing.") for i in range(19)]
+    assert run(tmp_path, [*good, "{"])["rejected"] == {messages.NOT_JSON: 1}
+    many = [talk(f"What is {i}?", "A thing.") for i in range(71)] + ["{"] * 29
+    assert run(tmp_path, many, max_rejected=0.29)["rejected"] == {messages.NOT_JSON: 29}
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(InputError, match=r"2 rejected .* data.max_rejected=0.05: .*jsonl:19"):
+        run(tmp_path, [*good[:18], "{", "{"])
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_too_many_rejected_rows_end_it_as_soon_as_it_is_certain(tmp_path):
+    lines = [talk(f"What is {i}?") for i in range(1024)]
+    lines += [talk(f"What is {i}?", "A thing.") for i in range(2 * 1024)]
+    with pytest.raises(InputError, match="1,024 rejected of the first 1,024 of at most 3,072"):
+        run(tmp_path, lines, workers=1, max_rejected=0.3)
+
+
+def test_duplicates_are_counted_and_dropped_on_request(tmp_path, chat):
+    # Spelled otherwise, and in another place, it is the same conversation.
+    pair = json.dumps({"prompt": "What?", "completion": "A thing."})
+    lines = [talk("What?", "A thing."), talk("Why?", "A reason."), pair, talk("What?", "A thing.")]
+    summary = run(tmp_path, lines)
+    assert summary["duplicates"] == 2 and summary["kept"] == 4 and not summary["rejected"]
+    summary = run(tmp_path, lines, deduplicate=True, max_rejected=0)
+    assert summary["rejected"] == {splice.DUPLICATE: 2} and summary["kept"] == 2
+    assert summary["examples"][splice.DUPLICATE] == [
+        f"{tmp_path / 'rows.jsonl'}:3", f"{tmp_path / 'rows.jsonl'}:4"
+    ]  # fmt: skip
+    assert summary["duplicates"] == 2
+    first, second = texts(TokenStore.open(tmp_path / "store"), chat)
+    assert "A thing." in first and "A reason." in second
+
+
+def test_a_share_for_validation_never_shares_an_opening(tmp_path, chat):
+    lines = [talk(f"What is {i % 200}?", f"It is thing {i}.") for i in range(600)]
+    summary = run(tmp_path, lines, validation=0.2)
+    store = TokenStore.open(tmp_path / "store")
+    held_out = TokenStore.open(tmp_path / "store" / "validation")
+    inside, outside = texts(held_out, chat), texts(store, chat)
+    assert len(inside) + len(outside) == 600 == summary["kept"]
+    assert summary["to_validation"] == len(inside) == summary["validation"]["kept"]
+    assert 0.1 < len(inside) / 600 < 0.3
+
+    def openings(rows: list[str]) -> set[str]:
+        return {text.split("assistant\n")[0] for text in rows}
+
+    assert not openings(inside) & openings(outside)
+    assert {len([t for t in inside if opening in t]) for opening in openings(inside)} == {3}
+    assert held_out.meta["max_length"] == store.meta["max_length"]
+    assert summary["validation"]["tokens"] == int(held_out.lengths.sum())
+    with pytest.raises(InputError, match=r"data\.validation=0\.001: no opening"):
+        run(tmp_path, lines[:20], validation=0.001)
+
+
+def test_validation_sources_are_never_trained_on(tmp_path, chat):
+    held = write(tmp_path / "held.jsonl", [talk("What?", "A thing."), "{", talk("What?", "b c")])
+    lines = [talk("What?", "Other words."), talk("Why?", "A reason."), talk("Why?", "A reason.")]
+    options = {"validation": [str(held)], "max_rejected": 0.4}
+    summary = run(tmp_path, lines, **options)
+    assert summary["rejected"] == {splice.RESERVED: 1}
+    assert summary["kept"] == 2 and summary["duplicates"] == 1
+    inside = summary["validation"]
+    assert inside["source_rows"] == 3 == inside["kept"] + sum(inside["rejected"].values())
+    assert inside["rejected"] == {messages.NOT_JSON: 1}
+    store = TokenStore.open(tmp_path / "store")
+    assert all("Why?" in text for text in texts(store, chat))
+    assert all("What?" in text for text in texts(TokenStore.open(store.path / "validation"), chat))
+    write(held, [talk("Why?", "c d")])
+    with pytest.raises(InputError, match=r"data\.validation"):
+        run(tmp_path, lines, overwrite=False, **options)
+    with pytest.raises(InputError, match="none is left"):
+        run(tmp_path, lines[1:], **options)
+    assert TokenStore.open(store.path).fingerprint == store.fingerprint  # the old one stays
+
+
+def test_another_prepare_into_the_same_place_is_refused(tmp_path):
+    lines = [talk("What?", "A thing.")]
+    with StorePlace(tmp_path / "store").locked(), pytest.raises(InputError, match="another prepar"):
+        run(tmp_path, lines)
+    assert run(tmp_path, lines)["kept"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "store"]
+
+
+def test_what_was_left_beside_a_finished_store_is_cleared(tmp_path):
+    lines = [talk("What?", "A thing.")]
+    run(tmp_path, lines)
+    partial = StorePlace(tmp_path / "store").partial
+    (partial / "parts").mkdir(parents=True)
+    assert run(tmp_path, lines, overwrite=False)["reused"] and not partial.exists()
+
+
+def test_places_that_are_refused(tmp_path):
+    file = write(tmp_path / "rows.jsonl", [talk("What?", "A thing.")])
+    with pytest.raises(InputError, match="lies in the source folder"):
+        prepare([tmp_path], TARGET, tmp_path / "store", DataConfig())
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("")
+    for out in (tmp_path / "precious", file):
+        with pytest.raises(InputError, match="not a token store"):
+            prepare([file], TARGET, out, DataConfig(), overwrite=True)
+    with pytest.raises(InputError, match="name a folder"):
+        prepare([file], TARGET, ".", DataConfig())
+    with TokenStoreWriter(tmp_path / "other", {}) as writer:
+        writer.add(np.array([1, 2]), np.array([1, 1]))
+    with pytest.raises(InputError, match="differs in"):
+        prepare([file], TARGET, tmp_path / "other", DataConfig())
+
+
+def test_a_damaged_source_leaves_nothing(tmp_path):
+    packed = gzip.compress(talk("What?", "A thing.").encode())
+    (tmp_path / "rows.jsonl.gz").write_bytes(packed[:-9])
+    with pytest.raises(InputError, match=r"rows\.jsonl\.gz"):
+        prepare([tmp_path / "rows.jsonl.gz"], TARGET, tmp_path / "store", DataConfig())
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl.gz"]

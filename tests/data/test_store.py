@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dflashdist.config import InputError
+from dflashdist.data import shards
 from dflashdist.data.collate import collate
 from dflashdist.data.shards import TokenStore, TokenStoreWriter
 
@@ -58,13 +59,42 @@ def test_fingerprint_is_of_content_and_settings_not_of_the_place(tmp_path):
     assert len({first, *(store.fingerprint for store in changed)}) == 5
 
 
+def test_rows_are_the_same_in_several_shards_and_in_one(tmp_path, monkeypatch):
+    whole = write(tmp_path / "whole", ROWS * 3)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 22)
+    store = write(tmp_path / "store", ROWS * 3)
+    assert [shard["tokens"] for shard in store.meta["shards"]] == [24, 24, 24]
+    assert store.fingerprint == whole.fingerprint and store.num_rows == 9
+    for i, (ids, mask) in enumerate(ROWS * 3):
+        assert (
+            store.row(i)[0].tolist() == ids.tolist() and store.row(i)[1].tolist() == mask.tolist()
+        )
+    assert store.lengths.tolist() == whole.lengths.tolist()
+    assert store.supervised.tolist() == whole.supervised.tolist()
+
+
+def test_many_rows_at_once_are_the_same_as_one_by_one(tmp_path):
+    one_by_one = write(tmp_path / "a")
+    with TokenStoreWriter(tmp_path / "b", SETTINGS) as writer:
+        ids = np.concatenate([ids for ids, _ in ROWS])
+        mask = np.concatenate([mask for _, mask in ROWS]).astype(bool)
+        writer.extend(ids[:4], mask[:4], [3, 1])
+        writer.extend(ids[4:4], mask[4:4], [])
+        writer.extend(ids[4:], mask[4:], np.array([20]))
+    at_once = TokenStore.open(tmp_path / "b")
+    assert at_once.fingerprint == one_by_one.fingerprint
+    assert at_once.supervised.tolist() == [2, 0, 10]
+    for i in range(3):
+        assert at_once.row(i)[0].tolist() == one_by_one.row(i)[0].tolist()
+
+
 def test_a_killed_writer_leaves_nothing_that_opens(tmp_path):
     code = f"""
 import os, signal, numpy as np
 from dflashdist.data.shards import TokenStoreWriter
 with TokenStoreWriter({str(tmp_path / "store")!r}, {{}}) as writer:
     for _ in range(1000):
-        writer.add(np.arange(100), np.ones(100))
+        writer.add(np.arange(100), np.ones(100, dtype=int))
     os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
@@ -96,17 +126,30 @@ def test_an_existing_folder_is_refused_or_replaced(tmp_path):
 
 
 def test_damage_is_refused(tmp_path):
-    write(tmp_path / "store")
-    meta = tmp_path / "store" / "meta.json"
-    saved = meta.read_text()
-    meta.write_text(json.dumps(json.loads(saved) | {"version": 0}))
-    with pytest.raises(InputError, match="version 0"):
-        TokenStore.open(tmp_path / "store")
-    meta.write_text(saved)
-    with open(tmp_path / "store" / "ids.bin", "r+b") as file:
-        file.truncate(8)
-    with pytest.raises(InputError, match=r"ids\.bin: missing or not of 96 bytes"):
-        TokenStore.open(tmp_path / "store")
+    path = tmp_path / "store"
+    write(path)
+    saved = {file.name: file.read_bytes() for file in path.iterdir()}
+    meta = json.loads(saved["meta.json"])
+    fewer_rows = json.dumps(meta | {"shards": [{"rows": 2, "tokens": 24}]}).encode()
+    for name, content, words in [
+        ("meta.json", json.dumps(meta | {"version": 1}).encode(), "version 1, this is version 2"),
+        ("meta.json", b"[]", "not that of a token store"),
+        ("meta.json", b'{"version": 2}', "damaged"),
+        ("meta.json", fewer_rows, "disagree"),
+        (
+            "ids-00000.bin",
+            saved["ids-00000.bin"][:8],
+            r"ids-00000\.bin: missing or not of 96 bytes",
+        ),
+        ("loss_mask-00000.bin", b"", r"loss_mask-00000\.bin: missing or not of 24 bytes"),
+        ("lengths.npy", saved["lengths.npy"][:-4], "damaged"),
+        ("supervised.npy", b"", "damaged"),
+    ]:
+        (path / name).write_bytes(content)
+        with pytest.raises(InputError, match=words):
+            TokenStore.open(path)
+        (path / name).write_bytes(saved[name])
+    assert TokenStore.open(path).num_rows == 3
 
 
 def test_collate_pads_on_the_right(tmp_path):

@@ -23,7 +23,8 @@ def store() -> Path:
     from dflashdist.data.prepare import prepare
 
     folder = Path(tempfile.mkdtemp()) / "store"
-    data = load_config(None, ["data.max_length=512"]).data
+    # In this process: a worker would import this script again, torch and all.
+    data = load_config(None, ["data.max_length=512", "data.workers=1"]).data
     prepare([DEMO / "train.jsonl.gz"], DEMO / "target", folder, data)
     return folder
 

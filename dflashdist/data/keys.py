@@ -1,0 +1,99 @@
+"""The key of a store, which is all that decides its content: is the one here the one asked for?
+
+The key holds the sources' content, the target's tokenizer, template and settings, the data settings
+that matter and the code of this package's data part. It is plain JSON, so that a difference can be
+named.
+"""
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dflashdist.config import DataConfig
+from dflashdist.data.chat import ChatTokenizer
+from dflashdist.data.shards import VERSION
+
+Key = dict[str, Any]
+Described = list[dict[str, Any]]  # by Sources.describe
+
+# Of the whole store, not of its parts: these are decided when all parts are there.
+LATE = ("validation", "deduplicate")
+NAMES = {
+    "code": "the code of dflashdist",
+    "sources": "the sources",
+    "chat": "the target's tokenizer or chat template",
+    "rendering": "the chat template or its settings",
+    "validation": "data.validation",
+    "verify": "--verify",
+}
+
+
+def store_key(
+    sources: Described, validation: Described | float | None, chat: ChatTokenizer,
+    data: DataConfig, verify_all: bool,
+) -> Key:  # fmt: skip
+    """The key of a store; `validation` is a share, or sources of their own."""
+    return _plain(
+        {
+            "version": VERSION,
+            "code": code_digest(),
+            "sources": sources,
+            "chat": chat.fingerprint,
+            "rendering": chat.rendering,
+            "format": data.format,
+            "fields": dict(data.fields),
+            "turns": data.turns,
+            "max_length": data.max_length,
+            "min_supervised": max(2, data.min_supervised),
+            "verify": "all" if verify_all else "a sample",
+            "validation": validation,
+            "deduplicate": data.deduplicate,
+        }
+    )
+
+
+def parts_key(key: Key, sources: Described) -> str:
+    """Hex, of what decides the parts of `sources`, which are the key's own or its validation's."""
+    early = {name: value for name, value in key.items() if name not in LATE}
+    text = json.dumps(early | {"sources": sources}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def repeatable(sources: Described) -> bool:
+    """Whether the described sources are sure to give the same rows again."""
+    return all(source.get("fingerprint", "") is not None for source in sources)
+
+
+def differences(old: Key, new: Key) -> list[str]:
+    """What two keys differ in, in words; empty when a store of key `old` is what `new` asks for."""
+    if old.get("version") != new["version"]:
+        return ["the store's version"]
+    found = []
+    for name, value in new.items():
+        before = old.get(name)
+        if before == value or (name == "verify" and before == "all"):
+            continue
+        if name in NAMES:
+            found.append(NAMES[name])
+        else:
+            found.append(f"data.{name} ({before} then, {value} now)")
+    validation = new["validation"] if isinstance(new["validation"], list) else []
+    if not repeatable(new["sources"] + validation):
+        found.append("a streamed source without a pinned revision, which may have changed")
+    return found
+
+
+@cache
+def code_digest() -> str:
+    """Hex, of the source files of dflashdist/data: other code never serves an old store."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _plain(key: Key) -> Key:
+    """As it comes back from JSON: tuples are lists, keys are strings."""
+    return json.loads(json.dumps(key))
