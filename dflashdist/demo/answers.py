@@ -16,31 +16,27 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.data.conversations import Message, RowError
+from dflashdist.data.conversations import Message
 from dflashdist.demo.corpus import conversations, library_things
-from dflashdist.eval.decode import cache_keyword, is_looping
+from dflashdist.eval.decode import is_looping
+from dflashdist.eval.generate import GreedyBatch, encodes_back, load_model
 
 TARGET = Path(__file__).parent / "target"
 MAX_NEW_TOKENS = 128
 MIN_NEW_TOKENS = 8  # an answer of one block shows nothing
 BATCH = 192
-LOOKED_AT = 8  # tokens between two looks for answers that ended or loop
 
 
 class Answerer:
     """Greedy answers of a target to many prompts at once."""
 
     def __init__(self, folder: str | Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         self.chat = ChatTokenizer.load(folder)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.num_tokens = 0  # generated, the dropped ones included
+        model = load_model(str(folder), dtype="float32", device="cpu")
+        self.batch = GreedyBatch(model, self.chat.end_ids, self.chat.pad_id)
 
     def converse(self, prompts: Sequence[Sequence[Message]]) -> list[list[Message]]:
         """Each prompt's questions in turn, the target's own earlier answers before the next.
@@ -64,6 +60,10 @@ class Answerer:
             going = kept
         return histories
 
+    def generate(self, prompts: Sequence[Sequence[int]]) -> list[list[int] | None]:
+        """Greedy answers, end id included; None for those that loop or reach the cap."""
+        return self.batch.answers(prompts, MAX_NEW_TOKENS, give_up=is_looping)
+
     def _turn(
         self, history: list[Message], question: Message, answer: list[int] | None
     ) -> list[Message] | None:
@@ -71,69 +71,10 @@ class Answerer:
         if answer is None or len(answer) < MIN_NEW_TOKENS:
             return None
         text = self.chat.decode(answer[:-1])
-        if text in [message["content"] for message in history]:
+        if text in [message["content"] for message in history] or text != text.strip():
             return None
         messages = [*history, question, {"role": "assistant", "content": text}]
-        try:
-            rendering = self.chat.render_answers(messages)
-            encoding = self.chat.encode([rendering.text])[0]
-            last = self.chat.loss_mask(encoding, rendering.spans[-1:])
-        except RowError:
-            return None
-        same = [i for i, inside in zip(encoding.ids, last, strict=True) if inside] == answer
-        return messages[-2:] if same and text == text.strip() else None
-
-    @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]]) -> list[list[int] | None]:
-        """Greedy answers, end id included; None for those that loop or reach the cap."""
-        from transformers import DynamicCache
-
-        answers: list[list[int] | None] = [None] * len(prompts)
-        ids, mask = _left_padded(prompts, self.chat.pad_id)
-        cache: Any = DynamicCache(config=self.model.config)
-        rows, said = torch.arange(len(prompts)), ids[:, :0]
-        for step in range(MAX_NEW_TOKENS):
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            keywords = {cache_keyword(self.model): cache}
-            logits = self.model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
-                logits_to_keep=1, **keywords,
-            ).logits  # fmt: skip
-            ids = logits[:, -1:].argmax(-1)
-            said = torch.cat([said, ids], 1)
-            mask = torch.cat([mask, torch.ones_like(ids)], 1)
-            self.num_tokens += len(ids)
-            if step % LOOKED_AT == LOOKED_AT - 1:
-                stay = [
-                    i for i, row in enumerate(rows) if self._goes_on(said[i], answers, int(row))
-                ]
-                if not stay:
-                    break
-                keep = torch.tensor(stay)
-                cache.batch_select_indices(keep)
-                rows, said, ids, mask = rows[keep], said[keep], ids[keep], mask[keep]
-        return answers
-
-    def _goes_on(self, said: Tensor, answers: list[list[int] | None], row: int) -> bool:
-        """Whether an answer is unfinished and worth going on with; stores the finished ones."""
-        tokens = said.tolist()
-        end = next((i for i, token in enumerate(tokens) if token in self.chat.end_ids), None)
-        if is_looping(tokens if end is None else tokens[:end]):
-            return False
-        if end is not None:
-            answers[row] = tokens[: end + 1]
-        return end is None
-
-
-def _left_padded(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """ids and attention mask, int64 [B, longest], padded on the left."""
-    width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad_id)
-    mask = torch.zeros_like(ids)
-    for i, prompt in enumerate(prompts):
-        ids[i, width - len(prompt) :] = torch.tensor(prompt)
-        mask[i, width - len(prompt) :] = 1
-    return ids, mask
+        return messages[-2:] if encodes_back(self.chat, messages, None, answer) else None
 
 
 def library_prompts() -> tuple[list[list[Message]], list[list[Message]]]:
@@ -204,7 +145,7 @@ def main() -> None:
     write_gzip(options.out / "train.jsonl.gz", [{"messages": messages} for messages in train])
     heldout = answered(answerer, heldout_prompts, options.heldout, seconds, taken)
     write_gzip(options.out / "heldout.jsonl.gz", [{"messages": messages} for messages in heldout])
-    rate = answerer.num_tokens / (time.monotonic() - began)
+    rate = answerer.batch.num_tokens / (time.monotonic() - began)
     print(f"{len(train)} conversations, {len(heldout)} held out; {rate:.0f} tokens/s")
 
 

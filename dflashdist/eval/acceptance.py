@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from dflashdist.config import AUTO, EvaluateConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.data.conversations import RowError, find_files, parse_messages, read_rows
+from dflashdist.data.conversations import RowError, parse_prompt
+from dflashdist.data.sources import Sources
 from dflashdist.eval.decode import (
     CachedTarget,
     Decoded,
@@ -62,7 +63,7 @@ def evaluate_drafters(
     Args:
         checkpoints: drafters' folders (config.json and model.safetensors), trained or not.
         target: the whole target, by folder or name.
-        prompts: JSON Lines with `messages`; a final assistant message is left out.
+        prompts: a source of conversations (data/sources.py); a final answer is left out.
         evaluate: max_prompts and max_new_tokens.
         device: auto = CUDA where there is one. dtype: auto = bfloat16 on CUDA, float32 on CPU.
 
@@ -130,21 +131,21 @@ def _report(answers: Sequence[Answer], block_size: int) -> dict[str, Any]:
 def read_prompts(
     path: str | Path, chat: ChatTokenizer, max_prompts: int, longest: int
 ) -> list[list[int]]:
-    """Token ids of the first prompts of a file, generation prompt included.
+    """Token ids of the first prompts of a source, generation prompt included.
 
     Raises InputError for a row that is no prompt, or one of more than `longest` tokens.
     """
     prompts: list[list[int]] = []
-    for origin, line in read_rows(find_files([path])):
+    for origin, payload in Sources([path]).rows():
         if len(prompts) == max_prompts:
             break
         try:
-            messages = parse_messages(line)
-            if messages[-1]["role"] == "assistant":
-                messages.pop()
+            prompt = parse_prompt(origin, payload)
+            last = prompt.messages[-1]["role"] == "assistant"
+            messages = prompt.messages[:-1] if last else prompt.messages
             if not messages:
                 raise RowError("no messages before the answer")
-            prompts.append(chat.encode_prompt(messages))
+            prompts.append(chat.encode_prompt(messages, prompt.tools))
         except RowError as error:
             raise InputError(f"{origin}: not a prompt: {error}") from error
         if len(prompts[-1]) > longest:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dflashdist.demo
-from dflashdist.data.conversations import parse_conversation
+from dflashdist.data.conversations import parse_row
 from dflashdist.demo import corpus
 
 SOURCE = '''
@@ -67,7 +67,7 @@ def test_conversations_are_usable_and_the_same_each_time(things):
         talks = list(corpus.conversations(thing))
         assert talks == list(corpus.conversations(thing))
         for messages in talks:
-            assert parse_conversation(json.dumps({"messages": messages})) == messages
+            assert parse_row("row", json.dumps({"messages": messages})).messages == messages
             assert name in messages[0]["content"]
 
 
@@ -96,7 +96,7 @@ def test_shipped_answers_keep_the_parts_apart():
     parts = {}
     for part in ("train", "heldout"):
         with gzip.open(folder / f"{part}.jsonl.gz", "rt") as lines:
-            parts[part] = [parse_conversation(line) for line in lines]
+            parts[part] = [parse_row("row", line).messages for line in lines]
     assert len(parts["train"]) >= 2000 and len(parts["heldout"]) >= 100
     answers = {
         part: [m["content"] for talk in talks for m in talk if m["role"] == "assistant"]

@@ -1,0 +1,162 @@
+"""A JSON Lines file of answers, added to row by row, that a kill can tear only at its end.
+
+Invariants:
+- Every row begins with its key and the name of the model that answered, so that a file of a million
+  answers is read back in seconds, and no two models' answers ever mix in one file.
+- A row is whole or absent: it is handed to the system in one go, a write that fails is taken back,
+  and a line without its newline, which only a kill leaves, is cut off when the file is next opened.
+- Nothing but our own rows is ever cut or added to: another file is refused.
+- One process at a time: the file is locked while it is open, where its file system has locks.
+"""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dflashdist.config import InputError
+
+HEAD = re.compile(rb'\{"key": "([0-9a-f]{32})", "model": ("(?:[^"\\]|\\.)*"), "')
+START = b'{"key": "'
+
+
+class Journal:
+    """Rows by key in `path`. `offsets`: bytes before the last row of each 16-byte key."""
+
+    def __init__(self, path: Path, model: str) -> None:
+        """Opens the file, new or from an earlier run.
+
+        Raises InputError when it cannot be opened, is in use, holds other rows than a journal's or
+        another model's, or is damaged before its end.
+        """
+        self.path, self.model = path, model
+        self.offsets: dict[bytes, int] = {}
+        try:
+            self._file: Any = open(path, "a+b", buffering=0)  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.offsets
+
+    def rows(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        """Keys and their last rows. Raises InputError for a damaged one."""
+        with self.path.open("rb") as file:
+            for key, offset in sorted(self.offsets.items(), key=lambda item: item[1]):
+                file.seek(offset)
+                yield key, self._decoded(file.readline(), offset)
+
+    def row(self, key: bytes) -> dict[str, Any]:
+        """The last row of a key. Raises InputError for a damaged one."""
+        with self.path.open("rb") as file:
+            file.seek(self.offsets[key])
+            return self._decoded(file.readline(), self.offsets[key])
+
+    def append(self, key: bytes, row: dict[str, Any]) -> None:
+        """Add a row, safe from a kill when this returns. Raises InputError, the file as before."""
+        entry = {"key": key.hex(), "model": self.model} | row
+        line = memoryview(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self._file.truncate(end)
+            raise InputError(
+                f"{self.path}: cannot be written: {error.strerror}; mend that and run the same "
+                "command again: it goes on from here"
+            ) from error
+        self.offsets[key] = end
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Leave only the last rows of these keys, at once, and close; no file if there are none.
+
+        On a full disk the file stays as it is: rows too many, which the next run drops.
+        """
+        offsets = sorted(self.offsets[key] for key in keys)
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        try:
+            if not offsets:
+                self.path.unlink()
+            else:
+                with self.path.open("rb") as old, partial.open("wb") as new:
+                    for offset in offsets:
+                        old.seek(offset)
+                        new.write(old.readline())
+                    new.flush()
+                    os.fsync(new.fileno())
+                os.replace(partial, self.path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Unlock the file, its rows on the disk."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"{self.path}: another process is writing it; wait for its end or name another file"
+            ) from error
+        except OSError:
+            pass  # some cluster file systems have no locks; without one all else still holds
+
+    def _read(self) -> None:
+        """Find the rows, and cut off a torn last one."""
+        model = json.dumps(self.model, ensure_ascii=False).encode()
+        end, bare = 0, False  # bytes of the rows so far; whether the last one lacks its newline
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                bare = not line.endswith(b"\n")
+                if bare and not _is_object(line):
+                    if number == 1 and not line.startswith(START[: len(line)]):
+                        raise InputError(self._foreign(number))
+                    self._file.truncate(end)
+                    return
+                head = HEAD.match(line)
+                if head is None or not line.endswith((b"}", b"}\n")):
+                    raise InputError(self._foreign(number))
+                if head[2] != model:
+                    raise InputError(
+                        f"{self.path}:{number}: holds answers of {head[2].decode()}, this run asks "
+                        f'"{self.model}"; name another file'
+                    )
+                self.offsets[bytes.fromhex(head[1].decode())] = end
+                end += len(line)
+        if bare:
+            self._file.write(b"\n")
+
+    def _decoded(self, line: bytes, offset: int) -> dict[str, Any]:
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise InputError(
+                f"{self.path}: the line at byte {offset} is damaged ({error}); remove it"
+            ) from error
+
+    def _foreign(self, number: int) -> str:
+        return (
+            f"{self.path}:{number}: not a row that `dflashdist regenerate` wrote; name another "
+            "file, or remove this line"
+        )
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
