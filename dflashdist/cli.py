@@ -1,12 +1,9 @@
-"""The command line: `dflashdist prepare | plan | train | evaluate`.
+"""The command line: `dflashdist prepare | regenerate | plan | train | evaluate`.
 
-Errors that a user can mend are one line and exit code 2; a failed run is exit code 1. Each command
-imports only what it needs, so `plan` and every `--help` start at once.
+Errors that a user can mend are one line and exit code 2; a failed run is exit code 1.
 """
 
 import argparse
-import json
-import logging
 import os
 import socket
 import sys
@@ -15,15 +12,31 @@ from collections.abc import Callable
 from typing import Any
 
 import dflashdist
-from dflashdist.config import Config, InputError, load_config, queue_depth
+from dflashdist.commands import run_evaluate, run_plan, run_prepare, run_regenerate, run_train
+from dflashdist.config import InputError
 
 # All ranks refuse the same, and rank 0 says so; torchrun ends the others meanwhile. A rank that is
 # alone with its trouble (a file that its host does not see) speaks after this pause.
 REFUSAL_SECONDS = 6.0
 
 EPILOG = {
-    "prepare": """example:
-  dflashdist prepare chats.jsonl --target Qwen/Qwen3-8B --out store data.max_length=3072""",
+    "prepare": """examples:
+  dflashdist prepare chats.jsonl --target Qwen/Qwen3-8B --out store data.max_length=3072
+  dflashdist prepare 'chats/*.parquet' org/name,split=train,cap=100000 conf/qwen3-8b.yaml \\
+      --out store data.validation=0.01 data.template_settings.enable_thinking=false
+  dflashdist prepare --inspect store --row 17
+
+Sources are files (.jsonl, .json, .parquet; .gz and .zst of the first two), folders and globs of
+them, and names that `datasets` loads, each with options behind commas: split, revision,
+streaming=true, cap (rows read at most), weight (0.5 = every second row, 2 = each twice). A YAML
+file among them is a configuration; data.sources and target.path may stand in it.""",
+    "regenerate": """examples:
+  dflashdist regenerate chats.jsonl --out answers.jsonl --base-url http://localhost:8000/v1 \\
+      --model Qwen/Qwen3-8B --concurrency 64 --max-tokens 4096
+  dflashdist regenerate chats.jsonl --out answers.jsonl --local --target Qwen/Qwen3-0.6B
+
+The questions of each conversation are asked anew, each after the target's own earlier answers. The
+output only grows: a killed command goes on where it was. The key is read from OPENAI_API_KEY.""",
     "plan": """examples:
   dflashdist plan conf/demo.yaml
   dflashdist plan conf/qwen3-8b.yaml data.lengths=lengths.npy schedule.max_tokens=16384 --json""",
@@ -81,13 +94,46 @@ def parser() -> argparse.ArgumentParser:
 
     sub = command("prepare", "Conversations to a token store.", run_prepare)
     sub.add_argument(
-        "sources", nargs="+", metavar="SRC|KEY=VALUE", help="JSONL files or folders; overrides"
+        "sources", nargs="*", metavar="SRC|CONF|KEY=VALUE",
+        help="files, folders, globs, names of data sets; perhaps a YAML file; overrides",
+    )  # fmt: skip
+    sub.set_defaults(overrides=[])
+    sub.add_argument("--target", help="the model whose tokenizer and template count [target.path]")
+    sub.add_argument("--out", help="the token store to write, a folder [data.store]")
+    sub.add_argument("--overwrite", action="store_true", help="replace a store that is there")
+    sub.add_argument(
+        "--verify", choices=("some", "all"), default="some",
+        help="rows whose mask is held to the answer by decoding: a random sample, or all",
+    )  # fmt: skip
+    sub.add_argument("--json", action="store_true", help="print the summary as JSON")
+    sub.add_argument("--inspect", metavar="STORE", help="print one row of a store instead")
+    sub.add_argument("--row", type=int, default=0, help="which, from 0 [%(default)s]")
+    sub = command("regenerate", "Answers written by the target itself.", run_regenerate)
+    sub.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SRC|KEY=VALUE",
+        help="as for prepare; data.format, data.fields",
     )
     sub.set_defaults(overrides=[])
-    sub.add_argument("--target", required=True, help="the model whose tokenizer and template count")
-    sub.add_argument("--out", required=True, help="the token store to write, a folder")
-    sub.add_argument("--overwrite", action="store_true", help="replace a store that is there")
-    sub.add_argument("--json", action="store_true", help="print the summary as JSON")
+    sub.add_argument("--out", required=True, help="JSON Lines, appended to")
+    sub.add_argument("--base-url", help="an OpenAI-compatible server, .../v1")
+    sub.add_argument("--model", help="the model's name there")
+    sub.add_argument("--concurrency", type=int, default=32, help="requests at once [%(default)s]")
+    sub.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
+    sub.add_argument("--max-tokens", type=int, default=2048, help="of an answer [%(default)s]")
+    sub.add_argument("--limit", type=int, help="conversations at most")
+    sub.add_argument("--no-stream", action="store_true", help="ask for whole answers")
+    sub.add_argument(
+        "--extra", metavar="JSON", default="{}",
+        help="added to the request's body, e.g. chat_template_kwargs",
+    )  # fmt: skip
+    sub.add_argument(
+        "--local", action="store_true", help="answer here, with transformers, greedily"
+    )
+    sub.add_argument("--target", help="with --local: the model")
+    sub.add_argument("--batch-size", type=int, default=64, help="with --local [%(default)s]")
+    sub.add_argument("--json", action="store_true", help="print the counts as JSON")
     sub = command("plan", "Buckets, steps and their cost; no model, no GPU.", run_plan)
     sub.add_argument("conf", metavar="CONF", help="a YAML configuration")
     sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides")
@@ -103,132 +149,3 @@ def parser() -> argparse.ArgumentParser:
     sub.set_defaults(overrides=[])
     sub.add_argument("--json", action="store_true", help="print the report as JSON")
     return top
-
-
-def run_prepare(options: argparse.Namespace) -> None:
-    from dflashdist.data.prepare import format_summary, prepare
-
-    overrides = [item for item in options.sources if "=" in item and not os.path.exists(item)]
-    sources = [item for item in options.sources if item not in overrides]
-    config = load_config(None, overrides + options.overrides)
-    if not sources:
-        raise InputError("no source: name a JSONL file or a folder of them")
-    summary = prepare(sources, options.target, options.out, config.data, options.overwrite)
-    print(json.dumps(summary, indent=1) if options.json else format_summary(summary))
-
-
-def run_plan(options: argparse.Namespace) -> None:
-    from dflashdist.cluster.roles import assign_roles
-    from dflashdist.schedule.plan import Plan, Steps
-    from dflashdist.schedule.report import plan_report, print_report, read_lengths
-
-    config = load_config(options.conf, options.overrides)
-    if config.data.lengths:
-        lengths, supervised = read_lengths(config.data.lengths, config.data.max_length)
-    elif config.data.store:
-        from dflashdist.data.shards import TokenStore
-
-        store = TokenStore.open(config.data.store)
-        lengths, supervised = store.lengths, store.supervised
-    else:
-        raise InputError("set data.store (of `dflashdist prepare`) or data.lengths (a .npy file)")
-    drafter = config.drafter
-    features, hidden_size = message_shape(config)
-    roles = assign_roles(config.roles, config.target.tensor_parallel, None)
-    plan = Plan(
-        lengths,
-        supervised,
-        config.schedule,
-        num_anchors=drafter.num_anchors,
-        block_size=drafter.block_size,
-        seed=config.seed,
-    )
-    steps = Steps(
-        plan,
-        num_drafters=roles.num_drafters,
-        accumulation=config.train.accumulation_steps,
-        num_steps=config.train.max_steps,
-        epochs=config.train.epochs or (None if config.train.max_steps else 1.0),
-    )
-    report = plan_report(
-        plan,
-        steps,
-        queue_depth=queue_depth(config.pipeline, steps.window, roles.num_targets),
-        num_features=features,
-        hidden_size=hidden_size,
-        bytes_per_value=4 if config.target.dtype == "float32" else 2,
-    )
-    print(json.dumps(report, indent=1) if options.json else print_report(report))
-
-
-def message_shape(config: Config) -> tuple[int, int | None]:
-    """Tapped layers and the target's hidden size (None without target.path). Raises InputError."""
-    ids = config.drafter.target_layer_ids
-    features = config.drafter.num_features if ids is None else len(ids)
-    if not config.target.path:
-        return features, None
-    from dflashdist.model.shape import (
-        check_layer_ids,
-        check_supported,
-        default_layer_ids,
-        read_target_config,
-    )
-
-    try:
-        target = read_target_config(config.target.path, config.target.revision)
-    except InputError as error:
-        raise InputError(f"{error}; target.path=null plans without message sizes") from error
-    check_supported(target)
-    num_layers = target["num_hidden_layers"]
-    check_layer_ids(default_layer_ids(num_layers, features) if ids is None else ids, num_layers)
-    return features, target["hidden_size"]
-
-
-def run_train(options: argparse.Namespace) -> None:
-    # torch's C++ side warns on every wait that ends without news; set before torch is imported.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    config = load_config(options.conf, options.overrides)
-    from dflashdist.cluster.health import Halted
-    from dflashdist.train.run import train_rank
-
-    try:
-        train_rank(config)
-    except Halted as halted:
-        leave(2 if isinstance(halted.__cause__, InputError) else 1)
-    leave(0)
-
-
-def run_evaluate(options: argparse.Namespace) -> None:
-    overrides = [item for item in options.checkpoints if "=" in item] + options.overrides
-    plain = [item for item in options.checkpoints if "=" not in item]
-    recipes = [item for item in plain if item.endswith((".yaml", ".yml"))]
-    checkpoints = [item for item in plain if item not in recipes]
-    if len(recipes) > 1 or not checkpoints:
-        raise InputError("name at least one checkpoint folder, and at most one YAML file")
-    config = load_config(recipes[0] if recipes else None, overrides)
-    if not config.target.path:
-        raise InputError("target.path is not set: name the model that the drafter was trained for")
-    if not config.evaluate.prompts:
-        raise InputError("evaluate.prompts is not set: name a JSONL file with `messages`")
-    from dflashdist.eval.acceptance import evaluate_drafters, format_report
-
-    reports = evaluate_drafters(
-        checkpoints,
-        config.target.path,
-        config.evaluate.prompts,
-        config.evaluate,
-        device=config.train.device,
-        revision=config.target.revision,
-    )
-    if options.json:
-        print(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1))
-    else:
-        print("\n\n".join(map(format_report, reports)))
-
-
-def leave(code: int) -> None:
-    """End the process at once: a thread may be inside a receive that will never be answered."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

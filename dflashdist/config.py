@@ -252,6 +252,8 @@ def _merge(tree: Any, layer: Any, origin: str) -> Any:
         return OmegaConf.merge(tree, layer)
     except ConfigKeyError as error:
         key = str(error.full_key or error.key)
+        if origin.startswith(key):  # an override: all of its key, not only the unknown section
+            key = origin.partition("=")[0]
         near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.0)
         raise InputError(
             f"{origin}: unknown key {key!r}; nearest known key: {near[0]!r}"

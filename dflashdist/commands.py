@@ -1,0 +1,223 @@
+"""What each command of the command line does; cli.py has their options.
+
+Each imports only what it needs, so `plan` and every `--help` start at once.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+from dflashdist.config import Config, InputError, load_config, queue_depth
+
+
+def split_sources(options: argparse.Namespace) -> tuple[Config, list[str]]:
+    """The configuration, and the sources among the arguments (else those of data.sources)."""
+    items = options.sources
+    overrides = [
+        item for item in items if "=" in item.partition(",")[0] and not os.path.exists(item)
+    ]
+    plain = [item for item in items if item not in overrides]
+    recipes = [item for item in plain if item.endswith((".yaml", ".yml"))]
+    if len(recipes) > 1:
+        raise InputError(f"{recipes[1]}: a second configuration; name at most one YAML file")
+    config = load_config(recipes[0] if recipes else None, overrides + options.overrides)
+    sources = [item for item in plain if item not in recipes] or config.data.sources
+    return config, sources
+
+
+def run_prepare(options: argparse.Namespace) -> None:
+    config, sources = split_sources(options)
+    target, out = options.target or config.target.path, options.out or config.data.store
+    if options.inspect:
+        print(inspected(options.inspect, options.row, target, config))
+        return
+    from dflashdist.data.prepare import format_summary, prepare
+
+    if not sources:
+        raise InputError("no source: name a file of conversations, a folder, or a data set")
+    if not target or not out:
+        raise InputError(f"{'--out' if target else '--target'} is missing")
+    summary = prepare(
+        sources, target, out, config.data, options.overwrite, config.target.revision,
+        verify_all=options.verify == "all",
+    )  # fmt: skip
+    print(json.dumps(summary, indent=1) if options.json else format_summary(summary))
+
+
+def inspected(folder: str, row: int, target: str | None, config: Config) -> str:
+    """A row of a store as text, by the tokenizer that the store was made with."""
+    from dflashdist.data.audit import inspect_row
+    from dflashdist.data.chat import ChatTokenizer
+    from dflashdist.data.shards import TokenStore
+
+    store = TokenStore.open(folder)
+    chat = ChatTokenizer.load(
+        target or store.meta["target"], config.target.revision, template=config.data.template
+    )
+    return inspect_row(store, chat, row, color=sys.stdout.isatty())
+
+
+def run_regenerate(options: argparse.Namespace) -> None:
+    config, sources = split_sources(options)
+    if not sources:
+        raise InputError("no source: name a file of conversations, a folder, or a data set")
+    data = config.data
+    shared: dict[str, Any] = {
+        "max_tokens": options.max_tokens, "limit": options.limit,
+        "format": data.format, "fields": data.fields,
+    }  # fmt: skip
+    from dflashdist.regenerate.run import format_counts
+
+    if options.local:
+        from dflashdist.eval.generate import regenerate_locally
+
+        target = options.target or config.target.path
+        if not target:
+            raise InputError("--local needs --target, the model that answers")
+        if options.base_url or options.temperature:
+            raise InputError("--local answers here and greedily: no --base-url, no --temperature")
+        counts = regenerate_locally(
+            sources, options.out, target=target, batch_size=options.batch_size,
+            device=config.train.device, dtype=config.target.dtype, revision=config.target.revision,
+            template=data.template, template_settings=data.template_settings, date=data.date,
+            **shared,
+        )  # fmt: skip
+    else:
+        from dflashdist.regenerate.server import regenerate_by_server
+
+        if not options.base_url or not options.model:
+            raise InputError("name the server by --base-url and --model, or pass --local --target")
+        try:
+            extra = json.loads(options.extra)
+        except ValueError as error:
+            raise InputError(f"--extra {options.extra}: not JSON ({error})") from error
+        if not isinstance(extra, dict):
+            raise InputError(f"--extra {options.extra}: must be a JSON object")
+        counts = regenerate_by_server(
+            sources, options.out, base_url=options.base_url, model=options.model,
+            concurrency=options.concurrency, temperature=options.temperature,
+            stream=not options.no_stream, extra=extra, **shared,
+        )  # fmt: skip
+    print(json.dumps(counts, indent=1) if options.json else format_counts(counts))
+    if counts["failed"] and not counts["succeeded"] + counts["already"]:
+        raise SystemExit(1)
+
+
+def run_plan(options: argparse.Namespace) -> None:
+    from dflashdist.cluster.roles import assign_roles
+    from dflashdist.schedule.plan import Plan, Steps
+    from dflashdist.schedule.report import plan_report, print_report, read_lengths
+
+    config = load_config(options.conf, options.overrides)
+    if config.data.lengths:
+        lengths, supervised = read_lengths(config.data.lengths, config.data.max_length)
+    elif config.data.store:
+        from dflashdist.data.shards import TokenStore
+
+        store = TokenStore.open(config.data.store)
+        lengths, supervised = store.lengths, store.supervised
+    else:
+        raise InputError("set data.store (of `dflashdist prepare`) or data.lengths (a .npy file)")
+    drafter = config.drafter
+    features, hidden_size = message_shape(config)
+    roles = assign_roles(config.roles, config.target.tensor_parallel, None)
+    plan = Plan(
+        lengths,
+        supervised,
+        config.schedule,
+        num_anchors=drafter.num_anchors,
+        block_size=drafter.block_size,
+        seed=config.seed,
+    )
+    steps = Steps(
+        plan,
+        num_drafters=roles.num_drafters,
+        accumulation=config.train.accumulation_steps,
+        num_steps=config.train.max_steps,
+        epochs=config.train.epochs or (None if config.train.max_steps else 1.0),
+    )
+    report = plan_report(
+        plan,
+        steps,
+        queue_depth=queue_depth(config.pipeline, steps.window, roles.num_targets),
+        num_features=features,
+        hidden_size=hidden_size,
+        bytes_per_value=4 if config.target.dtype == "float32" else 2,
+    )
+    print(json.dumps(report, indent=1) if options.json else print_report(report))
+
+
+def message_shape(config: Config) -> tuple[int, int | None]:
+    """Tapped layers and the target's hidden size (None without target.path). Raises InputError."""
+    ids = config.drafter.target_layer_ids
+    features = config.drafter.num_features if ids is None else len(ids)
+    if not config.target.path:
+        return features, None
+    from dflashdist.model.shape import (
+        check_layer_ids,
+        check_supported,
+        default_layer_ids,
+        read_target_config,
+    )
+
+    try:
+        target = read_target_config(config.target.path, config.target.revision)
+    except InputError as error:
+        raise InputError(f"{error}; target.path=null plans without message sizes") from error
+    check_supported(target)
+    num_layers = target["num_hidden_layers"]
+    check_layer_ids(default_layer_ids(num_layers, features) if ids is None else ids, num_layers)
+    return features, target["hidden_size"]
+
+
+def run_train(options: argparse.Namespace) -> None:
+    # torch's C++ side warns on every wait that ends without news; set before torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    config = load_config(options.conf, options.overrides)
+    from dflashdist.cluster.health import Halted
+    from dflashdist.train.run import train_rank
+
+    try:
+        train_rank(config)
+    except Halted as halted:
+        leave(2 if isinstance(halted.__cause__, InputError) else 1)
+    leave(0)
+
+
+def run_evaluate(options: argparse.Namespace) -> None:
+    overrides = [item for item in options.checkpoints if "=" in item] + options.overrides
+    plain = [item for item in options.checkpoints if "=" not in item]
+    recipes = [item for item in plain if item.endswith((".yaml", ".yml"))]
+    checkpoints = [item for item in plain if item not in recipes]
+    if len(recipes) > 1 or not checkpoints:
+        raise InputError("name at least one checkpoint folder, and at most one YAML file")
+    config = load_config(recipes[0] if recipes else None, overrides)
+    if not config.target.path:
+        raise InputError("target.path is not set: name the model that the drafter was trained for")
+    if not config.evaluate.prompts:
+        raise InputError("evaluate.prompts is not set: name a JSONL file with `messages`")
+    from dflashdist.eval.acceptance import evaluate_drafters, format_report
+
+    reports = evaluate_drafters(
+        checkpoints,
+        config.target.path,
+        config.evaluate.prompts,
+        config.evaluate,
+        device=config.train.device,
+        revision=config.target.revision,
+    )
+    if options.json:
+        print(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1))
+    else:
+        print("\n\n".join(map(format_report, reports)))
+
+
+def leave(code: int) -> None:
+    """End the process at once: a thread may be inside a receive that will never be answered."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
