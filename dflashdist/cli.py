@@ -55,11 +55,12 @@ counted; 1 is plain decoding, the block size is the most.""",
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options, late = parser().parse_known_args(arguments)
-    unknown = [item for item in late if item.startswith("-") or "=" not in item]
+    more = getattr(options, "sources", getattr(options, "checkpoints", None))
+    unknown = [item for item in late if item.startswith("-") or (more is None and "=" not in item)]
     if unknown:
         print(f"dflashdist {options.command}: unknown argument {unknown[0]!r}", file=sys.stderr)
         return 2
-    options.overrides += late  # overrides may also follow an option
+    (options.overrides if more is None else more).extend(late)  # they may also follow an option
     try:
         options.run(options)
     except InputError as error:
@@ -119,20 +120,20 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", required=True, help="JSON Lines, appended to")
     sub.add_argument("--base-url", help="an OpenAI-compatible server, .../v1")
     sub.add_argument("--model", help="the model's name there")
-    sub.add_argument("--concurrency", type=int, default=32, help="requests at once [%(default)s]")
-    sub.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
+    sub.add_argument("--concurrency", type=int, help="requests at once [32]")
+    sub.add_argument("--temperature", type=float, help="[0]")
     sub.add_argument("--max-tokens", type=int, default=2048, help="of an answer [%(default)s]")
     sub.add_argument("--limit", type=int, help="conversations at most")
-    sub.add_argument("--no-stream", action="store_true", help="ask for whole answers")
+    sub.add_argument("--no-stream", action="store_true", default=None, help="ask for whole answers")
     sub.add_argument(
-        "--extra", metavar="JSON", default="{}",
+        "--extra", metavar="JSON",
         help="added to the request's body, e.g. chat_template_kwargs",
     )  # fmt: skip
     sub.add_argument(
         "--local", action="store_true", help="answer here, with transformers, greedily"
     )
     sub.add_argument("--target", help="with --local: the model")
-    sub.add_argument("--batch-size", type=int, default=64, help="with --local [%(default)s]")
+    sub.add_argument("--batch-size", type=int, help="with --local [64]")
     sub.add_argument("--json", action="store_true", help="print the counts as JSON")
     sub = command("plan", "Buckets, steps and their cost; no model, no GPU.", run_plan)
     sub.add_argument("conf", metavar="CONF", help="a YAML configuration")

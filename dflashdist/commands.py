@@ -7,29 +7,32 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 from typing import Any
 
 from dflashdist.config import Config, InputError, load_config, queue_depth
 
+OVERRIDE = re.compile(r"(seed|[a-z_]+\.[\w.]+)=")
 
-def split_sources(options: argparse.Namespace) -> tuple[Config, list[str]]:
-    """The configuration, and the sources among the arguments (else those of data.sources)."""
-    items = options.sources
-    overrides = [
-        item for item in items if "=" in item.partition(",")[0] and not os.path.exists(item)
-    ]
+
+def sort_out(items: list[str], late: list[str]) -> tuple[Config, list[str]]:
+    """The configuration in arguments that may be a YAML file, overrides or others; and the others.
+
+    An override has a dotted key before its =; a path may hold an = as well.
+    """
+    overrides = [item for item in items if OVERRIDE.match(item) and not os.path.exists(item)]
     plain = [item for item in items if item not in overrides]
     recipes = [item for item in plain if item.endswith((".yaml", ".yml"))]
     if len(recipes) > 1:
         raise InputError(f"{recipes[1]}: a second configuration; name at most one YAML file")
-    config = load_config(recipes[0] if recipes else None, overrides + options.overrides)
-    sources = [item for item in plain if item not in recipes] or config.data.sources
-    return config, sources
+    config = load_config(recipes[0] if recipes else None, overrides + late)
+    return config, [item for item in plain if item not in recipes]
 
 
 def run_prepare(options: argparse.Namespace) -> None:
-    config, sources = split_sources(options)
+    config, sources = sort_out(options.sources, options.overrides)
+    sources = sources or config.data.sources
     target, out = options.target or config.target.path, options.out or config.data.store
     if options.inspect:
         print(inspected(options.inspect, options.row, target, config))
@@ -50,18 +53,18 @@ def run_prepare(options: argparse.Namespace) -> None:
 def inspected(folder: str, row: int, target: str | None, config: Config) -> str:
     """A row of a store as text, by the tokenizer that the store was made with."""
     from dflashdist.data.audit import inspect_row
-    from dflashdist.data.chat import ChatTokenizer
     from dflashdist.data.shards import TokenStore
+    from dflashdist.data.tokenizer import TargetTokenizer
 
     store = TokenStore.open(folder)
-    chat = ChatTokenizer.load(
-        target or store.meta["target"], config.target.revision, template=config.data.template
-    )
-    return inspect_row(store, chat, row, color=sys.stdout.isatty())
+    revision = config.target.revision if target else store.meta["revision"]
+    tokenizer = TargetTokenizer.read(target or store.meta["target"], revision)
+    return inspect_row(store, tokenizer, row, color=sys.stdout.isatty())
 
 
 def run_regenerate(options: argparse.Namespace) -> None:
-    config, sources = split_sources(options)
+    config, sources = sort_out(options.sources, options.overrides)
+    sources = sources or config.data.sources
     if not sources:
         raise InputError("no source: name a file of conversations, a folder, or a data set")
     data = config.data
@@ -69,18 +72,22 @@ def run_regenerate(options: argparse.Namespace) -> None:
         "max_tokens": options.max_tokens, "limit": options.limit,
         "format": data.format, "fields": data.fields,
     }  # fmt: skip
-    from dflashdist.regenerate.run import format_counts
+    from dflashdist.regenerate.run import format_counts, refuse_ignored
 
+    served = {
+        "--base-url": options.base_url, "--model": options.model, "--extra": options.extra,
+        "--concurrency": options.concurrency, "--temperature": options.temperature,
+        "--no-stream": options.no_stream,
+    }  # fmt: skip
     if options.local:
         from dflashdist.eval.generate import regenerate_locally
 
+        refuse_ignored("--local", served)
         target = options.target or config.target.path
         if not target:
             raise InputError("--local needs --target, the model that answers")
-        if options.base_url or options.temperature:
-            raise InputError("--local answers here and greedily: no --base-url, no --temperature")
         counts = regenerate_locally(
-            sources, options.out, target=target, batch_size=options.batch_size,
+            sources, options.out, target=target, batch_size=options.batch_size or 64,
             device=config.train.device, dtype=config.target.dtype, revision=config.target.revision,
             template=data.template, template_settings=data.template_settings, date=data.date,
             **shared,
@@ -90,16 +97,20 @@ def run_regenerate(options: argparse.Namespace) -> None:
 
         if not options.base_url or not options.model:
             raise InputError("name the server by --base-url and --model, or pass --local --target")
+        refuse_ignored(
+            "--base-url", {"--target": options.target, "--batch-size": options.batch_size}
+        )
         try:
-            extra = json.loads(options.extra)
+            extra = json.loads(options.extra or "{}")
         except ValueError as error:
             raise InputError(f"--extra {options.extra}: not JSON ({error})") from error
         if not isinstance(extra, dict):
             raise InputError(f"--extra {options.extra}: must be a JSON object")
         counts = regenerate_by_server(
             sources, options.out, base_url=options.base_url, model=options.model,
-            concurrency=options.concurrency, temperature=options.temperature,
-            stream=not options.no_stream, extra=extra, **shared,
+            concurrency=32 if options.concurrency is None else options.concurrency,
+            temperature=options.temperature or 0.0, stream=not options.no_stream, extra=extra,
+            **shared,
         )  # fmt: skip
     print(json.dumps(counts, indent=1) if options.json else format_counts(counts))
     if counts["failed"] and not counts["succeeded"] + counts["already"]:
@@ -114,11 +125,12 @@ def run_plan(options: argparse.Namespace) -> None:
     config = load_config(options.conf, options.overrides)
     if config.data.lengths:
         lengths, supervised = read_lengths(config.data.lengths, config.data.max_length)
+        fingerprint = ""
     elif config.data.store:
         from dflashdist.data.shards import TokenStore
 
         store = TokenStore.open(config.data.store)
-        lengths, supervised = store.lengths, store.supervised
+        lengths, supervised, fingerprint = store.lengths, store.supervised, store.fingerprint
     else:
         raise InputError("set data.store (of `dflashdist prepare`) or data.lengths (a .npy file)")
     drafter = config.drafter
@@ -131,6 +143,7 @@ def run_plan(options: argparse.Namespace) -> None:
         num_anchors=drafter.num_anchors,
         block_size=drafter.block_size,
         seed=config.seed,
+        store=fingerprint,
     )
     steps = Steps(
         plan,

@@ -266,7 +266,7 @@ def _merge(tree: Any, layer: Any, origin: str) -> Any:
 def validate(config: Config) -> None:
     """Refuse impossible values, naming key, value and fix. Raises InputError."""
     positive = [
-        "data.max_length", "data.min_supervised", "data.workers",
+        "data.max_length", "data.workers",
         "schedule.max_tokens", "schedule.max_anchors",
         "schedule.num_buckets", "schedule.grid", "schedule.sort_block", "roles.num_targets",
         "roles.num_drafters", "pipeline.max_unsent", "pipeline.prefetch",
@@ -338,6 +338,10 @@ def validate(config: Config) -> None:
 
 
 def _validate_data(data: DataConfig) -> None:
+    if data.min_supervised < 2:
+        raise InputError(
+            f"data.min_supervised={data.min_supervised}: at least 2, an anchor and what follows it"
+        )
     share = data.validation
     if isinstance(share, int | float) and not 0 < share < 1:
         raise InputError(

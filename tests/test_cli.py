@@ -68,6 +68,19 @@ def test_plan_knows_the_message_size(lengths, tmp_path, capsys, tiny_target):
     assert "6 is no layer" in error and "0 to 5" in error
 
 
+def test_a_plan_is_that_of_the_run(tmp_path, capsys, tiny_overrides):
+    """The fingerprint too, which holds the store's."""
+    from dflashdist.cluster.world import Place
+    from dflashdist.config import load_config
+    from dflashdist.train.blueprint import Blueprint
+
+    (tmp_path / "empty.yaml").touch()
+    assert main(["plan", str(tmp_path / "empty.yaml"), *tiny_overrides, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    run = Blueprint(load_config(None, tiny_overrides), Place())
+    assert report["fingerprint"] == run.plan.fingerprint
+
+
 def test_refusals(capsys, tmp_path, lengths):
     empty = str(tmp_path / "empty.yaml")
     assert "set data.store" in refused(capsys, "plan", empty)

@@ -42,6 +42,7 @@ def test_shipped_recipes_load():
         ("optim.lr=fast", ["optim.lr", "fast"]),
         ("optim.lr=-1", ["optim.lr=-1", "greater than 0"]),
         ("optim.betas=[0.9]", ["optim.betas", "two numbers"]),
+        ("data.min_supervised=1", ["data.min_supervised=1", "at least 2"]),
         ("drafter.block_size=1", ["drafter.block_size=1"]),
         ("drafter.target_layer_ids=[1,1]", ["twice"]),
         ("drafter.target_layer_ids=[-1]", ["-1 is none"]),

@@ -8,19 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from dflashdist.config import InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import Rejections
 from dflashdist.data.parts import KINDS, Part
 from dflashdist.data.shards import TokenStore
+from dflashdist.data.tokenizer import TargetTokenizer
 
 JSON_FILE, TEXT_FILE = "audit.json", "audit.md"
 FREQUENT = 20  # supervised tokens listed
 ROWS_SHOWN = 12
 # Characters of one run of supervised or unsupervised text in audit.md; the middle is left out.
 RUN_SHOWN = 1200
-CUT_WARNED, UNSUPERVISED_WARNED = 0.1, 0.5  # shares
+CUT_WARNED, LEFT_OUT_WARNED, UNSUPERVISED_WARNED = 0.1, 0.1, 0.5  # shares
 OPEN, CLOSE = "\u27e6", "\u27e7"  # around supervised text
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
@@ -96,10 +98,16 @@ class Tally:
             found.append(
                 f"{self.cut_rows:,} of {self.training_rows:,} rows are cut: raise data.max_length"
             )
+        made = self.training_rows + self.left_out.total
+        if self.left_out.total > LEFT_OUT_WARNED * made:
+            found.append(
+                f"{self.left_out.total:,} of {made:,} training rows are left out "
+                f"({', '.join(self.left_out.counts)})"
+            )
         if self.unsupervised_answers > UNSUPERVISED_WARNED * self.answers:
             found.append(
                 f"{self.unsupervised_answers:,} of {self.answers:,} answers are not supervised "
-                "(data.turns, weight 0, or a template without tags for them)"
+                "(data.turns, weight 0, rows cut or left out, or a template without tags for them)"
             )
         return found
 
@@ -123,17 +131,15 @@ def format_summary(summary: dict[str, Any]) -> str:
     """The summary as a table."""
     counts = {name: f"{value:,}" for name, value in summary.items() if isinstance(value, int)}
     share = summary["supervised_tokens"] / summary["tokens"]
-    kinds = [f"{n:,} {kind}" for kind, n in summary["conversations"].items() if n]
+    kept = ", ".join(f"{n:,} {kind}" for kind, n in summary["conversations"].items() if n)
+    if summary["to_validation"]:
+        kept = f"to train on: {kept}; for validation: {counts['to_validation']}"
     repeated = "dropped" if summary["deduplicated"] else "kept; data.deduplicate=true drops them"
     lines = [
         ("store", summary["store"] + ("  (was there already)" if summary.get("reused") else "")),
         ("fingerprint", summary["fingerprint"]),
         ("source rows read", counts["source_rows"]),
-        ("  kept", f"{counts['kept']}  ({', '.join(kinds)} here)"),
-    ]
-    if summary["to_validation"]:
-        lines.append(("  of them for validation", counts["to_validation"]))
-    lines += [
+        ("  kept", f"{counts['kept']}  ({kept})"),
         ("  rejected", f"{sum(summary['rejected'].values()):,}"),
         *_reasons(summary["rejected"], summary["examples"]),
         ("duplicates", f"{counts['duplicates']}  ({repeated})"),
@@ -153,7 +159,11 @@ def format_summary(summary: dict[str, Any]) -> str:
     if summary.get("validation"):
         inside = summary["validation"]
         rows = f"{inside['training_rows']:,} rows, {inside['tokens']:,} tokens"
-        lines.append(("validation store", rows))
+        lines += [
+            ("validation store", rows),
+            ("  rejected", f"{sum(inside['rejected'].values()):,}"),
+            *_reasons(inside["rejected"], inside["examples"]),
+        ]
     if "checked_rows" in summary:
         checked = f"{counts['checked_rows']} rows, {counts['checked_tokens']} tokens"
         lines.append(("checked by decoding", checked))
@@ -172,18 +182,18 @@ def _frequent(summary: dict[str, Any]) -> str:
     return ", ".join(f"{_visible(repr(text))} {n / total:.1%}" for _, text, n in shown)
 
 
-def inspect_row(store: TokenStore, chat: ChatTokenizer, n: int, color: bool) -> str:
+def inspect_row(store: TokenStore, target: TargetTokenizer, n: int, color: bool) -> str:
     """Row `n` as text, what is supervised in green, or between marks without colour.
 
-    Raises InputError when there is no such row, or `chat` has another tokenizer than the store.
+    Raises InputError when there is no such row, or the store was made with another tokenizer.
     """
     if not 0 <= n < store.num_rows:
         raise InputError(f"{store.path}: no row {n}; it has rows 0 to {store.num_rows - 1}")
-    if chat.tokenizer_fingerprint != store.meta["tokenizer_fingerprint"]:
-        raise InputError(f"{store.path}: made with another tokenizer than {chat.name} has")
+    if target.fingerprint != store.meta["tokenizer_fingerprint"]:
+        raise InputError(f"{store.path}: made with another tokenizer than {target.name} has")
     start, end = (GREEN, PLAIN) if color else (OPEN, CLOSE)
     head = f"row {n} of {store.num_rows}: {store.lengths[n]} tokens, {store.supervised[n]} of them"
-    return f"{head} supervised\n{_marked(store, chat, n, start, end)}"
+    return f"{head} supervised\n{_marked(store, target.tokenizer, n, start, end)}"
 
 
 def write_audit(store: TokenStore, chat: ChatTokenizer) -> None:
@@ -199,19 +209,20 @@ def write_audit(store: TokenStore, chat: ChatTokenizer) -> None:
     for n in sorted(map(int, shown)):
         pieces.append(f"## Row {n}")
         pieces.append(f"{store.lengths[n]} tokens, {store.supervised[n]} of them supervised.")
-        pieces.append(_fenced(_marked(store, chat, n, OPEN, CLOSE, RUN_SHOWN)))
+        pieces.append(_fenced(_marked(store, chat.tokenizer, n, OPEN, CLOSE, RUN_SHOWN)))
     text = "\n\n".join(pieces) + "\n"
     (store.path / TEXT_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _marked(
-    store: TokenStore, chat: ChatTokenizer, n: int, start: str, end: str, longest: int | None = None
-) -> str:
+    store: TokenStore, tokenizer: Tokenizer, n: int, start: str, end: str,
+    longest: int | None = None,
+) -> str:  # fmt: skip
     """Row n's text, runs of supervised tokens between `start` and `end`."""
     ids, mask = store.row(n)
     pieces = []
     for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
-        text = _visible(chat.decode(ids[run].tolist()))
+        text = _visible(tokenizer.decode(ids[run].tolist(), skip_special_tokens=False))
         if longest and len(text) > longest:
             hidden = len(text) - longest
             text = f"{text[: longest // 2]} ... {hidden:,} characters ... {text[-longest // 2 :]}"

@@ -24,6 +24,7 @@ from dflashdist.data.messages import (
     NOT_PLAIN,
     NOT_UNICODE,
     NOT_UTF8,
+    JsonObject,
     Message,
     RowError,
     from_json_text,
@@ -87,7 +88,11 @@ class PlainText:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token ids and their loss mask (0 or 1), of equal length, made elsewhere."""
+    """Token ids and their loss mask (0 or 1), of equal length, made elsewhere.
+
+    `key` and `opening`: as of a conversation, the opening being the ids before the first
+    supervised one. A single id, a BOS say, is nothing to share: the key.
+    """
 
     origin: str
     ids: list[int]
@@ -98,10 +103,11 @@ class TokenRow:
         """Equal for equal ids and masks."""
         return _digest("tokens", self.ids, self.loss_mask)
 
-    @property
+    @cached_property
     def opening(self) -> bytes:
-        """The key."""
-        return self.key
+        """Equal for rows that answer the same prompt, whatever they answer."""
+        prompt = self.loss_mask.index(1) if 1 in self.loss_mask else 0
+        return _digest("prompt", self.ids[:prompt]) if prompt > 1 else self.key
 
 
 Row = Conversation | PlainText | TokenRow
@@ -198,6 +204,8 @@ def _columns(payload: bytes | str | dict[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Columns of Arrow or numpy as plain values: nulls, which fill up structs, are left out."""
+    if isinstance(value, JsonObject):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, dict):
         items = ((str(key), _plain(item)) for key, item in value.items())
         return {key: item for key, item in items if item is not None}

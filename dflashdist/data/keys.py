@@ -1,13 +1,15 @@
 """The key of a store, which is all that decides its content: is the one here the one asked for?
 
 The key holds the sources' content, the target's tokenizer, template and settings, the data settings
-that matter and the code of this package's data part. It is plain JSON, so that a difference can be
-named.
+that matter, the code of this package's data part and the libraries that make texts and ids: what
+the target and a template's file hold, not their names. It is plain JSON, so that a difference can
+be named.
 """
 
 import hashlib
 import json
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ Described = list[dict[str, Any]]  # by Sources.describe
 
 # Of the whole store, not of its parts: these are decided when all parts are there.
 LATE = ("validation", "deduplicate")
+LIBRARIES = ("tokenizers", "jinja2")  # whose behaviour decides ids and texts
 NAMES = {
     "code": "the code of dflashdist",
+    "libraries": "the version of tokenizers or jinja2",
     "sources": "the sources",
     "chat": "the target's tokenizer or chat template",
     "rendering": "the chat template or its settings",
@@ -39,19 +43,25 @@ def store_key(
         {
             "version": VERSION,
             "code": code_digest(),
+            "libraries": {name: version(name) for name in LIBRARIES},
             "sources": sources,
             "chat": chat.fingerprint,
-            "rendering": chat.rendering,
+            "rendering": decisive(chat),
             "format": data.format,
             "fields": dict(data.fields),
             "turns": data.turns,
             "max_length": data.max_length,
-            "min_supervised": max(2, data.min_supervised),
+            "min_supervised": data.min_supervised,
             "verify": "all" if verify_all else "a sample",
             "validation": validation,
             "deduplicate": data.deduplicate,
         }
     )
+
+
+def decisive(chat: ChatTokenizer) -> dict[str, Any]:
+    """What of the rendering decides a text: all but where the template came from."""
+    return {name: value for name, value in chat.rendering.items() if name != "template"}
 
 
 def parts_key(key: Key, sources: Described) -> str:

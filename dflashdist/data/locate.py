@@ -5,9 +5,11 @@ import glob
 import math
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,12 @@ from typing import Any
 from dflashdist.config import InputError
 from dflashdist.data import readers
 
-READABLE = ".jsonl or .json (also .gz or .zst) or .parquet"
+READABLE = ".jsonl, .ndjson or .json (also .gz or .zst) or .parquet"
+# Ends of names of files that hold data, which are not read and not silently passed over.
+DATA = (
+    ".arrow", ".avro", ".bz2", ".csv", ".feather", ".gz", ".jsonlines", ".lz4", ".orc", ".pickle",
+    ".pkl", ".tar", ".tgz", ".tsv", ".txt", ".xlsx", ".xz", ".zip", ".zst",
+)  # fmt: skip
 # What the `datasets` package writes beside the data: JSON files without a row.
 NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 SAVED = ("dataset_dict.json", "state.json")  # a folder written by save_to_disk has one
@@ -54,22 +61,18 @@ class Dataset:
             return self.data._fingerprint
         return self.revision if re.fullmatch("[0-9a-f]{40}", self.revision or "") else None
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(origin, columns) of each row, as they arrive. Raises InputError."""
-        with _loading(self.name):
-            for place, row in enumerate(self.data):
-                yield f"{self.name}[{place}]", row
-
     def batches(self, batch_rows: int) -> Iterator[Any]:
-        """Record batches of a data set that is not streamed. Raises InputError."""
+        """Record batches of up to `batch_rows` rows, as they arrive. Raises InputError."""
+        read = readers.stream_batches if self.streaming else readers.dataset_batches
         with _loading(self.name):
-            yield from readers.dataset_batches(self.data, batch_rows)
+            yield from read(self.data, batch_rows)
 
 
 def parse_source(text: str) -> Source:
     """A source as it is written: PATH[,split=NAME][,cap=N][,weight=W]...
 
-    A path that exists may hold commas. Raises InputError for an option that is unknown or wrong.
+    An option is what follows a comma, so a path like chats/date=2026/*.jsonl has none; a path that
+    exists may also hold commas. Raises InputError for an option that is unknown or wrong.
     """
     path, options = text, {}
     while not _exists(path):
@@ -78,6 +81,8 @@ def parse_source(text: str) -> Source:
         if not (comma and sign):
             break
         if key not in OPTIONS:
+            if "/" in last:  # a folder's name, as in a,date=2026/*.jsonl
+                break
             near = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.0)[0]
             raise InputError(f"{text}: unknown option {key!r}; nearest known option: {near!r}")
         if key in options:
@@ -91,6 +96,8 @@ def parse_source(text: str) -> Source:
 def locate(source: Source) -> list[Path | Dataset]:
     """Its files in their order, or its data set.
 
+    Files of a folder or glob that hold data of another kind are named on stderr.
+
     Raises InputError, naming the source and the fix, for one that is missing, of another kind,
     without any readable file, or that `datasets` cannot load.
     """
@@ -103,22 +110,50 @@ def locate(source: Source) -> list[Path | Dataset]:
         if getattr(source, option):
             raise InputError(f"{source.path}: {option} is of data sets: add split=NAME")
     if path.is_dir():
-        found = _inside(path)
+        files = _inside(path)
     elif path.exists():
         if not _is_readable(path):
             raise InputError(f"{source.path}: rows are read from {READABLE} files")
-        found = [path]
+        files = [path]
     elif glob.has_magic(source.path):
         matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
-        files = chain.from_iterable(_inside(one) if one.is_dir() else [one] for one in matches)
-        found = list(dict.fromkeys(file for file in files if _is_readable(file)))
+        inside = chain.from_iterable(_inside(one) if one.is_dir() else [one] for one in matches)
+        files = list(dict.fromkeys(inside))
     else:
         raise InputError(
             f"{source.path}: no such file or folder; to load a data set by name, add split=NAME"
         )
+    found = [file for file in files if _is_readable(file)]
     if not found:
         raise InputError(f"{source.path}: no {READABLE} file in it")
-    return list(found)
+    others = [str(file) for file in files if _is_other_data(file)]
+    if others:
+        names = ", ".join(others[:3]) + (f" and {len(others) - 3:,} more" if others[3:] else "")
+        warning = f"{source.path}: not read: {names}; only {READABLE} files are"
+        print(f"dflashdist: warning: {warning}", file=sys.stderr)
+    return list[Path | Dataset](found)
+
+
+def refuse_inside(out: Path, files: Sequence[Path], sources: Sequence[Source]) -> None:
+    """Raise InputError when a source would read what is written to `out` the next time.
+
+    Args:
+        out: as it was given, for the message.
+        files: what is written there.
+    """
+    for source in sources:
+        place = Path(source.path).expanduser().resolve()
+        for file in (file.resolve() for file in files):
+            if place.is_file():
+                reads = file == place
+            else:  # a folder is read with all that is in it
+                within = (file, *file.parents)
+                reads = place in within or any(_matches(one.parts, place.parts) for one in within)
+            if reads:
+                raise InputError(
+                    f"{out}: would be read as part of {source.path} the next time; give an --out "
+                    "outside of it"
+                )
 
 
 def _exists(path: str) -> bool:
@@ -147,8 +182,24 @@ def _is_readable(path: Path) -> bool:
     return name.endswith(readers.SUFFIXES) and name not in NOT_ROWS and not name.startswith(".")
 
 
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path is what the pattern, perhaps a glob, names."""
+    if not (parts and pattern):
+        return not parts and all(part == "**" for part in pattern)
+    if pattern[0] == "**":
+        return _matches(parts, pattern[1:]) or _matches(parts[1:], pattern)
+    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def _is_other_data(path: Path) -> bool:
+    """Whether a file that is not read holds data by its name."""
+    name = path.name.lower()
+    about = name.startswith((".", "readme", "license"))
+    return name.endswith(DATA) and not about and not _is_readable(path)
+
+
 def _inside(folder: Path) -> list[Path]:
-    """The readable files of a folder and of those in it, sorted by their paths."""
+    """The files of a folder and of those in it, sorted by their paths."""
     found, seen = [], set()
     for here, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(here)
@@ -159,7 +210,7 @@ def _inside(folder: Path) -> list[Path]:
         seen.add(real)
         if any(name in SAVED for name in names):
             raise InputError(f"{here}: a data set written by save_to_disk; name it as a source")
-        found += [Path(here, name) for name in names if _is_readable(Path(name))]
+        found += [Path(here, name) for name in names]
     return sorted(found)
 
 

@@ -8,13 +8,19 @@ means absent wherever the structure of a message is concerned. Other keys are le
 Nothing else is repaired, but these things are made uniform:
 - Text blocks are joined by a newline. A tool's result that is not text becomes JSON text.
 - Reasoning comes from `reasoning_content`, `reasoning`, `thinking`, or a `<think>` block at the
-  start of an answer; there `<think>` itself may be missing, which some generation prompts write.
-  It is stripped, and an empty one is none. After the block the answer loses its leading newlines.
+  start of an answer. There `<think>` itself may be missing, which some generation prompts write,
+  if `</think>` stands alone on its line or comes first; elsewhere an answer may speak of it.
+  Reasoning is stripped, and an empty one is none. After a block the answer loses its leading
+  newlines.
 - Tool arguments may be an object or JSON text; nothing at all, or blank text, means no arguments.
+- Tools have `type` and `function` first, and in it name, description and parameters, whatever
+  order they came in: as servers write them, who read them into a structure of their own.
 - OpenAI's `weight: 0` becomes `supervised: False`.
 """
 
 import json
+import re
+from dataclasses import dataclass
 from typing import Any
 
 NOT_UTF8 = "not UTF-8"
@@ -33,8 +39,10 @@ NO_SUPERVISED = "every answer has weight 0"
 EMPTY_ANSWER = "empty answer"
 EMPTY_TEXT = "empty text"
 NOT_TEXT = "content is not text"
+TYPED = "content is a number or a date, not text (perhaps a guess of the reader of its file)"
 MEDIA = "image, audio or video content"
 TWO_REASONINGS = "two different reasonings in one answer"
+TWO_INPUTS = "both input and context are filled"
 TWO_SYSTEMS = "two different system messages"
 BAD_WEIGHT = "weight is neither 0 nor 1"
 BAD_HISTORY = "history is not a list of pairs"
@@ -51,6 +59,17 @@ class RowError(ValueError):
     """A row that cannot be used; the message is the reason it is counted under."""
 
 
+class JsonObject(dict[str, Any]):
+    """An object that stood as JSON text in a column: null is a value in it, not a missing field."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A column's value that could not be decoded, and why: a reason for the rows that need it."""
+
+    reason: str
+
+
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
@@ -65,6 +84,9 @@ MEDIA_WORDS = ("image", "audio", "video")
 MEDIA_KEYS = frozenset(("image", "images", "audio", "audios", "video", "videos"))
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THINK, END_THINK = "<think>", "</think>"
+# The end of reasoning whose beginning the generation prompt wrote.
+LONE_END = re.compile(r"\A\s*</think>|^[ \t]*</think>[ \t]*\r?$", re.MULTILINE)
+TOOL_KEYS = ("name", "description", "parameters")
 
 
 def read_messages(value: Any) -> list[Message]:
@@ -108,8 +130,15 @@ def read_content(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RowError(NOT_TEXT)
+        raise not_text(content)
     return "\n".join(_block_text(block) for block in content)
+
+
+def not_text(value: Any) -> RowError:
+    """What is wrong with a value that should be text."""
+    if isinstance(value, Unreadable):
+        return RowError(value.reason)
+    return RowError(NOT_TEXT if isinstance(value, bytes | dict | list | None) else TYPED)
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -144,6 +173,28 @@ def from_json_text(value: Any, reason: str) -> Any:
         raise RowError(reason) from error
 
 
+def one_reasoning(given: list[Any]) -> str:
+    """The reasoning that all of `given` are, "" apart, stripped. Raises RowError."""
+    if not all(isinstance(reasoning, str) for reasoning in given):
+        raise RowError(NOT_TEXT)
+    reasonings = {reasoning.strip() for reasoning in given} - {""}
+    if len(reasonings) > 1:
+        raise RowError(TWO_REASONINGS)
+    return reasonings.pop() if reasonings else ""
+
+
+def _inline_reasoning(content: str) -> tuple[str, str]:
+    """The reasoning that an answer's text begins with, or "", and the rest."""
+    text = content.lstrip()
+    if text.startswith(THINK):
+        before, tag, after = text.removeprefix(THINK).partition(END_THINK)
+        return (before, after.lstrip("\r\n")) if tag else ("", content)
+    end = LONE_END.search(content) if END_THINK in content else None
+    if end is None or THINK in content[: end.start()]:
+        return "", content
+    return content[: end.start()], content[end.end() :].lstrip("\r\n")
+
+
 def _block_text(block: Any) -> str:
     block = {"type": "text", "text": block} if isinstance(block, str) else block
     if not isinstance(block, dict):
@@ -161,19 +212,11 @@ def _is_media(kind: Any) -> bool:
 def _answer(message: dict[str, Any], content: str) -> Message:
     """The assistant's turn, its reasoning taken out of the text where it stands there."""
     given = [message[key] for key in REASONING_KEYS if message.get(key) is not None]
-    if not all(isinstance(reasoning, str) for reasoning in given):
-        raise RowError(NOT_TEXT)
-    before, tag, after = content.partition(END_THINK)
-    before = before.lstrip()
-    if tag and (before.startswith(THINK) or THINK not in before):
-        given.append(before.removeprefix(THINK))
-        content = after.lstrip("\r\n")
-    reasonings = {reasoning.strip() for reasoning in given} - {""}
-    if len(reasonings) > 1:
-        raise RowError(TWO_REASONINGS)
+    inline, content = _inline_reasoning(content)
+    reasoning = one_reasoning([*given, inline])
     answer: Message = {"role": "assistant", "content": content}
-    if reasonings:
-        answer["reasoning"] = reasonings.pop()
+    if reasoning:
+        answer["reasoning"] = reasoning
     calls = _tool_calls(message)
     if calls:
         answer["tool_calls"] = calls
@@ -255,4 +298,8 @@ def _tool(tool: Any) -> dict[str, Any]:
         function = function | {"parameters": from_json_text(function["parameters"], BAD_TOOLS)}
     if not isinstance(function.get("parameters", {}), dict | None):
         raise RowError(BAD_TOOLS)
-    return ({"type": "function"} if bare else tool) | {"function": function}
+    function = {key: function[key] for key in TOOL_KEYS if key in function} | function
+    outer = {} if bare else tool
+    return {"type": outer.get("type") or "function", "function": function} | {
+        key: value for key, value in outer.items() if key not in ("type", "function")
+    }

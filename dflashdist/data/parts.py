@@ -80,6 +80,7 @@ class Job:
 class Part:
     """What one unit gave. C kept conversations, R training rows, T tokens."""
 
+    source: int = 0  # the unit's
     source_rows: int = 0
     rejections: Rejections = field(default_factory=Rejections)
     origins: list[str] = field(default_factory=list)  # [C]
@@ -94,6 +95,7 @@ class Part:
     def save(self, path: Path) -> None:
         """Write the part to `path`, which appears complete or not at all."""
         ledger = {
+            "source": self.source,
             "source_rows": self.source_rows,
             "counts": self.rejections.counts,
             "examples": self.rejections.examples,
@@ -120,6 +122,7 @@ class Part:
         with np.load(path) as arrays:
             ledger = json.loads(arrays["ledger"].tobytes())
             part = cls(
+                source=ledger["source"],
                 source_rows=ledger["source_rows"],
                 rejections=Rejections(counts=ledger["counts"], examples=ledger["examples"]),
                 origins=ledger["origins"],
@@ -142,7 +145,7 @@ CONVERSATION = np.dtype(
         ("kind", "u1"),  # index in KINDS
         ("rows", "i4"),  # training rows written
         ("answers", "i4"),
-        ("unsupervised", "i4"),  # answers left without supervision on purpose
+        ("unsupervised", "i4"),  # answers of them that no written row supervises
     ]
 )
 # One entry a training row.
@@ -189,7 +192,7 @@ class PartMaker:
 
     def __init__(self, job: Job, chat: ChatTokenizer) -> None:
         self._job, self._chat = job, chat
-        self._least = max(2, job.data.min_supervised)
+        self._least = job.data.min_supervised
 
     def make(self, unit: Unit) -> Path:
         """Make and write the part of a unit, unless it is there; returns its path."""
@@ -200,7 +203,7 @@ class PartMaker:
 
     def part(self, unit: Unit) -> Part:
         """The part of a unit. Raises InputError when a mask does not decode to its answers."""
-        data, part = self._job.data, Part()
+        data, part = self._job.data, Part(source=unit.source)
         conversations: list[tuple[Any, ...]] = []
         rows: list[tuple[int, int, int]] = []
         ids: list[np.ndarray] = []
@@ -224,10 +227,11 @@ class PartMaker:
             part.left_out += [(len(part.origins), reason, origin) for reason in reasons]
             part.origins.append(origin)
             kind = KINDS.index(_kind(row))
+            supervised = sum(supervised_answers(made, length) for made, length in kept)
             conversations.append(
                 (
                     np.frombuffer(row.key, np.uint8), np.frombuffer(row.opening, np.uint8),
-                    kind, len(kept), turns.answers, turns.unsupervised,
+                    kind, len(kept), turns.answers, max(0, turns.answers - supervised),
                 )
             )  # fmt: skip
         part.conversations = np.array(conversations, dtype=CONVERSATION)
@@ -273,6 +277,13 @@ def cut_length(loss_mask: np.ndarray, max_length: int) -> int:
         return len(loss_mask)
     supervised = np.flatnonzero(loss_mask[:max_length])
     return int(supervised[-1]) + 1 if len(supervised) else 0
+
+
+def supervised_answers(row: TrainingRow, length: int) -> int:
+    """How many of a row's answers are supervised, at least in part, when it is cut to `length`."""
+    if length == len(row.ids):
+        return len(row.answers)
+    return int(np.count_nonzero(np.diff(row.loss_mask[:length], prepend=np.uint8(0)) == 1))
 
 
 def unusable(loss_mask: np.ndarray, length: int, least: int) -> str | None:

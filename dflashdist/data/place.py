@@ -1,7 +1,7 @@
 """Where a store is made: its place, the folder beside it, the key that both are of, and the lock.
 
 OUT                     the store: complete, or absent
-.OUT.partial/key.json   what is being prepared
+.OUT.partial/key.json   what is being prepared, and the notes of the store
 .OUT.partial/lock       held as long as a prepare works here
 .OUT.partial/<hex>/     parts, in a folder named after all that decides them
 .OUT.partial/store      the store, until it is renamed to OUT
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from dflashdist.config import InputError
 from dflashdist.data.keys import Key, differences
@@ -40,10 +41,14 @@ class StorePlace:
         self.store = self.partial / STORE
 
     def recorded_date(self) -> str | None:
-        """The day that the templates of the store here, or of the started one, were given."""
+        """The day that was today when the store here, or the started one, was asked for; None if
+        its templates write no date, or one that data.date gave.
+        """
         for file in (self.out / META, self.partial / KEY):
             try:
-                return json.loads(file.read_text(encoding="utf-8"))["rendering"]["date"]
+                recorded = json.loads(file.read_text(encoding="utf-8"))
+                if not recorded["date_given"]:
+                    return recorded["rendering"]["date"]
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # absent, not a store, or torn: decided where it is used
         return None
@@ -54,7 +59,7 @@ class StorePlace:
         Raises InputError when it is another one or damaged, unless `overwrite`, and always when
         something else than a store is here.
         """
-        if not self.out.exists():
+        if not os.path.exists(self.out):  # also where it cannot be: said when it is made
             return False
         refuse_foreign_folder(self.out)
         if not any(self.out.iterdir()):
@@ -105,13 +110,16 @@ class StorePlace:
                 return handle
             os.close(handle)  # the lock of a folder that is gone
 
-    def begin(self, key: Key, parts: Sequence[Path]) -> None:
-        """Leave nothing beside the place but these folders of parts, which are gone on with."""
+    def begin(self, key: Key, notes: dict[str, Any], parts: Sequence[Path]) -> None:
+        """Leave nothing beside the place but these folders of parts, which are gone on with.
+
+        `notes` are those of the store, which no part depends on.
+        """
         for entry in self.partial.iterdir():
             if entry.is_dir() and entry not in parts:
                 shutil.rmtree(entry)
         torn = self.partial / f"{KEY}.torn"
-        torn.write_text(json.dumps(key), encoding="utf-8")
+        torn.write_text(json.dumps(notes | key), encoding="utf-8")
         os.rename(torn, self.partial / KEY)
 
     def finish(self) -> None:

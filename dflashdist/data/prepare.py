@@ -9,6 +9,7 @@ there and ends with the same store, to the bit; the number of workers changes no
 that refuses its input leaves nothing. Source rows read = kept + rejected, always.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -22,18 +23,30 @@ import numpy as np
 from tqdm import tqdm
 
 from dflashdist.config import DataConfig, InputError
-from dflashdist.data.audit import Tally, format_summary, summarise, write_audit
+from dflashdist.data.audit import JSON_FILE, Tally, format_summary, summarise, write_audit
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.data.keys import Key, parts_key, repeatable, store_key
+from dflashdist.data.conversations import Rejections
+from dflashdist.data.keys import Key, decisive, parts_key, repeatable, store_key
+from dflashdist.data.locate import refuse_inside
 from dflashdist.data.parts import Job, make_parts
 from dflashdist.data.place import StorePlace
-from dflashdist.data.shards import TokenStore, TokenStoreWriter
+from dflashdist.data.shards import META, TokenStore, TokenStoreWriter
 from dflashdist.data.sources import Source, Sources
-from dflashdist.data.splice import TO_TRAINING, TO_VALIDATION, Book, Gathered, decide, splice
+from dflashdist.data.splice import (
+    REASONS,
+    TO_TRAINING,
+    TO_VALIDATION,
+    Book,
+    Gathered,
+    decide,
+    splice,
+)
 
 __all__ = ["format_summary", "prepare", "summarise"]
 
 VALIDATION = "validation"  # the validation store's folder inside the store's
+# Errors that pass or can be mended: a full disk, a server of files that was away.
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 def prepare(
@@ -48,10 +61,11 @@ def prepare(
     """Write the token store `out` of the conversations in `sources` for the target.
 
     A store that is there and was made of the same content, target, settings and code is left as it
-    is. Masks are verified by decoding on a sample of the rows, or on all with `verify_all`.
-    Returns the summary that `format_summary` prints, with `reused`, and under `validation` that of
-    the validation store, or None. With several workers, processes are spawned: a script that calls
-    this must be importable, its own work under `if __name__ == "__main__"`.
+    is; data.strict and data.max_rejected are held to its audit. Masks are verified by decoding on a
+    sample of the rows, or on all with `verify_all`. Returns the summary that `format_summary`
+    prints, with `reused`, and under `validation` that of the validation store, or None. With
+    several workers, processes are spawned: a script that calls this must be importable, its own
+    work under `if __name__ == "__main__"`.
     Raises InputError for bad sources, targets or masks, for too many rejected rows, when no row is
     usable, when another prepare is writing `out`, or when `out` holds something else.
     """
@@ -72,7 +86,7 @@ def prepare(
     recorded = None if data.date else place.recorded_date()
     chat, key = load(data.date or recorded)
     if place.holds(key, overwrite) and not place.partial.exists():
-        return _summary(place.out, reused=True)
+        return _reused(place, data)
     if recorded and not (place.partial / parts_key(key, described[0])).exists():
         chat, key = load(None)  # nothing to go on with: today's date
     jobs = [
@@ -86,11 +100,12 @@ def prepare(
         with place.locked():
             if place.holds(key, overwrite):  # made meanwhile, or its folder of parts was left
                 place.clear()
-                return _summary(place.out, reused=True)
+                return _reused(place, data)
             kept = [job.folder for job, one in zip(jobs, described, strict=True) if repeatable(one)]
-            place.begin(key, kept)
+            notes = _notes(jobs[0], chat)
+            place.begin(key, notes, kept)
             try:
-                _write(place, key, chat, read, jobs)
+                _write(place, key, notes, chat, read, jobs)
                 place.finish()
             except InputError:
                 place.clear()
@@ -100,19 +115,17 @@ def prepare(
             f"{out}: a worker process was killed, perhaps for want of memory; the same command "
             "goes on where it stopped, and data.workers=N takes fewer of them"
         ) from error
-    except OSError as error:  # a full disk, a lost connection
-        raise InputError(f"{out}: {error}; the same command goes on where it stopped") from error
+    except OSError as error:
+        then = "; the same command goes on where it stopped" if error.errno in PASSING else ""
+        raise InputError(f"{out}: {error}{then}") from error
     return _summary(place.out, reused=False)
 
 
 def _open(sources: Sequence[str | Path | Source], place: StorePlace) -> Sources:
     read = Sources(sources)
-    for folder in (Path(source.path) for source in read.sources):
-        if folder.is_dir() and place.out.resolve().is_relative_to(folder.resolve()):
-            raise InputError(
-                f"{place.out}: lies in the source folder {folder}, of which it would be a part the "
-                "next time; give an --out outside of it"
-            )
+    stores = (place.out, place.out / VALIDATION)
+    files = [store / name for store in stores for name in (META, JSON_FILE)]
+    refuse_inside(place.out, files, read.sources)  # they are JSON, too
     return read
 
 
@@ -122,14 +135,31 @@ def _summary(path: Path, reused: bool) -> dict[str, Any]:
         "reused": reused,
         "validation": summarise(TokenStore.open(inside)) if inside.exists() else None,
     }
-    for warning in summary["warnings"]:
+    warnings = list(summary["warnings"])
+    if summary["validation"]:
+        inner = summary["validation"]["warnings"]
+        warnings += [f"validation store: {warning}" for warning in inner if warning not in warnings]
+    for warning in warnings:
         print(f"dflashdist prepare: warning: {warning}", file=sys.stderr)
     return summary
 
 
+def _reused(place: StorePlace, data: DataConfig) -> dict[str, Any]:
+    """The summary of the store that is there. Raises InputError where too much was rejected."""
+    for path in (place.out / VALIDATION, place.out):
+        if path.exists():
+            audit = TokenStore.open(path).meta["audit"]
+            counts = {k: n for k, n in audit["rejected"].items() if k not in REASONS.values()}
+            rejections = Rejections(counts=counts, examples=audit["examples"])
+            _refuse_strictly(rejections, data)
+            _refuse_rejected(rejections, audit["source_rows"], audit["source_rows"], data)
+    return _summary(place.out, reused=True)
+
+
 def _write(
-    place: StorePlace, key: Key, chat: ChatTokenizer, read: list[Sources], jobs: list[Job]
-) -> None:
+    place: StorePlace, key: Key, notes: dict[str, Any], chat: ChatTokenizer, read: list[Sources],
+    jobs: list[Job],
+) -> None:  # fmt: skip
     """Write the complete and audited store beside its place."""
     data = jobs[0].data
     # A validation set of its own comes first: what it holds is not trained on.
@@ -141,7 +171,7 @@ def _write(
 
         def book(path: Path) -> Book:
             writer = TokenStoreWriter(path, _settings(jobs[0], chat), overwrite=True)
-            writer.key = key
+            writer.key, writer.notes = key, notes
             return Book(stack.enter_context(writer), Tally(chat.vocab_size))
 
         training = book(place.store)
@@ -171,35 +201,42 @@ def _gather(sources: Sources, job: Job, chat: ChatTokenizer) -> Gathered:
         for path in parts:
             part = gathered.add(path)
             bar.update(part.source_rows)
-            if data.strict and part.rejections.total:
-                reason, examples = next(iter(part.rejections.examples.items()))
-                raise InputError(
-                    f"{examples[0]}: {reason}; mend or leave out the row, or set data.strict=false"
-                )
+            _refuse_strictly(gathered.rejections, data)
             if most is not None:
-                _refuse_rejected(gathered, most, data)
+                _refuse_rejected(gathered.rejections, gathered.source_rows, most, data)
+    rows = gathered.source_rows
     if not any(map(len, gathered.conversations)):
-        raise InputError(f"no usable row among {gathered.source_rows}: {_reasons(gathered)}")
-    _refuse_rejected(gathered, gathered.source_rows, data)
+        raise InputError(f"no usable row among {rows}: {_reasons(gathered.rejections)}")
+    _refuse_rejected(gathered.rejections, rows, rows, data)
     return gathered
 
 
-def _refuse_rejected(gathered: Gathered, rows: int, data: DataConfig) -> None:
-    """Raise InputError when more than data.max_rejected of `rows` are rejected, whatever follows.
-
-    Copies and validation rows, which are left out on purpose, come later and do not count.
-    """
-    rejected = gathered.rejections.total
-    if rejected > Fraction(str(data.max_rejected)) * rows:  # exact: 29 of 100 are not over 0.29
+def _refuse_strictly(rejections: Rejections, data: DataConfig) -> None:
+    """Raise InputError for a rejected row when data.strict wants none."""
+    if data.strict and rejections.total:
+        reason = next(iter(rejections.counts))
         raise InputError(
-            f"{rejected:,} rejected of the first {gathered.source_rows:,} of at most {rows:,} "
-            f"source rows, which is more than data.max_rejected={data.max_rejected}: "
-            f"{_reasons(gathered)}; mend or leave out these rows, or raise data.max_rejected"
+            f"{rejections.examples[reason][0]}: {reason}; mend or leave out the row, or set "
+            "data.strict=false"
         )
 
 
-def _reasons(gathered: Gathered) -> str:
-    rejections = gathered.rejections
+def _refuse_rejected(rejections: Rejections, read: int, rows: int, data: DataConfig) -> None:
+    """Raise InputError when more than data.max_rejected of `rows` are rejected, of which `read` are
+    read so far, whatever follows.
+
+    Copies and validation rows, which are left out on purpose, come later and do not count.
+    """
+    rejected = rejections.total
+    if rejected > Fraction(str(data.max_rejected)) * rows:  # exact: 29 of 100 are not over 0.29
+        raise InputError(
+            f"{rejected:,} rejected of the first {read:,} of at most {rows:,} "
+            f"source rows, which is more than data.max_rejected={data.max_rejected}: "
+            f"{_reasons(rejections)}; mend or leave out these rows, or raise data.max_rejected"
+        )
+
+
+def _reasons(rejections: Rejections) -> str:
     if not rejections.counts:
         return "the sources are empty"
     return "; ".join(
@@ -225,16 +262,26 @@ def _refuse_empty(goes: np.ndarray, data: DataConfig) -> None:
 def _settings(job: Job, chat: ChatTokenizer) -> dict[str, Any]:
     """What decided the rows of a store, beside the sources; training reads some of it."""
     return {
-        "target": job.target,
         "tokenizer_fingerprint": chat.tokenizer_fingerprint,
         "chat_fingerprint": chat.fingerprint,
         "tokenizer_length": chat.length,
         "vocab_size": chat.vocab_size,
         "pad_id": chat.pad_id,
-        "rendering": chat.rendering,
+        "rendering": decisive(chat),
         "max_length": job.data.max_length,
-        "min_supervised": max(2, job.data.min_supervised),
+        "min_supervised": job.data.min_supervised,
         "turns": job.data.turns,
+    }
+
+
+def _notes(job: Job, chat: ChatTokenizer) -> dict[str, Any]:
+    """Where the target and its template came from, which decides no row."""
+    folder = Path(job.target).expanduser()
+    return {
+        "target": os.path.abspath(folder) if folder.is_dir() else job.target,
+        "revision": job.revision,
+        "template": chat.rendering["template"],
+        "date_given": job.data.date is not None,
     }
 
 

@@ -10,14 +10,16 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from dflashdist.config import InputError
+from dflashdist.data.messages import NOT_JSON, NOT_PLAIN, NOT_UTF8, JsonObject, Unreadable
 
 PACKED = ("", ".gz", ".zst")
-SUFFIXES = (*(kind + packed for kind in (".jsonl", ".json") for packed in PACKED), ".parquet")
+LINES = (".jsonl", ".ndjson")
+SUFFIXES = (*(kind + packed for kind in (*LINES, ".json") for packed in PACKED), ".parquet")
 
 CHUNK = 1 << 20  # bytes read at once
 PACKED_CHUNK = 1 << 16  # of zstandard, which may hold a thousand times as much
@@ -25,24 +27,33 @@ BATCH_BYTES = 16 << 20  # about what a record batch may hold
 BLANK = b"\xef\xbb\xbf \t\r\n"  # white space and the byte order mark
 BACKSLASH = ord("\\")
 REST_OF_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# What pyarrow raises for text that is not UTF-8, dates that Python has not, unknown time zones, ...
+UNDECODABLE = (
+    ArithmeticError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+JSON_TYPE = "arrow.json"
 MARK = re.compile(rb'["{}\[\],]')
 
 
 def is_parquet(path: Path) -> bool:
     """Whether the file is read in record batches; all others hold JSON."""
-    return _named(path, ".parquet")
+    return path.name.lower().endswith(".parquet")
 
 
-def _named(path: Path, kind: str) -> bool:
-    return path.name.lower().endswith(tuple(kind + packed for packed in PACKED))
+def _has_lines(path: Path) -> bool:
+    return path.name.lower().endswith(tuple(kind + packed for kind in LINES for packed in PACKED))
 
 
 def json_rows(path: Path, raw: io.RawIOBase) -> Iterator[tuple[str, bytes]]:
     """(origin, JSON in what should be UTF-8) of each row of a JSON or JSON Lines file.
 
-    The origin is `file:line`, or `file[index]` in an array or of objects that span lines. A .json
-    file may be an array, one object, objects after each other, or JSON Lines. No more than a few
-    rows are in memory.
+    A .jsonl or .ndjson file holds a row a line. A .json file is, by how it begins, either
+    - JSON Lines, where the first line holds one whole object and nothing else; an object that goes
+      on to the next line is then an error of the file, or
+    - the elements of an array, or objects after each other, with any white space between and in
+      them.
+    The origin is `file:line` in JSON Lines, else `file[index]`. No more than a few rows are in
+    memory.
 
     Args:
         path: its name says how it is packed and what is in it.
@@ -54,13 +65,19 @@ def json_rows(path: Path, raw: io.RawIOBase) -> Iterator[tuple[str, bytes]]:
     try:
         stream = io.BufferedReader(_unpacked(path, raw), CHUNK)
         blank_lines, head = _skip_blank(stream)
-        if not _named(path, ".jsonl") and not _is_lines(head):
+        whole_lines = _has_lines(path)
+        if not whole_lines and not _is_lines(head):
             place = f"{path}[0]"
             for index, value in enumerate(_values(stream, in_array=head.startswith(b"["))):
                 yield f"{path}[{index}]", value
                 place = f"{path}[{index + 1}]"
             return
         for number, line in enumerate(stream, start=blank_lines + 1):
+            if not whole_lines and line.startswith(b"{") and not line.rstrip().endswith(b"}"):
+                raise EOFError(
+                    "an object does not end in its line, as the first one does; a file named "
+                    ".jsonl has its bad lines rejected one by one"
+                )
             if not line.isspace():
                 yield f"{path}:{number}", line
             place = f"{path}:{number + 1}"
@@ -98,6 +115,12 @@ def dataset_batches(dataset: Any, batch_rows: int) -> Iterator[Any]:
         yield from table[first : first + batch_rows].combine_chunks().to_batches()
 
 
+def stream_batches(dataset: Any, batch_rows: int) -> Iterator[Any]:
+    """Record batches of a streamed data set of the `datasets` package."""
+    for table in dataset.with_format("arrow").iter(batch_rows):
+        yield from table.combine_chunks().to_batches()
+
+
 def to_ipc(batch: Any) -> bytes:
     """A record batch as an Arrow stream."""
     import pyarrow as pa
@@ -109,43 +132,50 @@ def to_ipc(batch: Any) -> bytes:
 
 
 def from_ipc(stream: bytes) -> Iterator[dict[str, Any]]:
-    """The rows of a record batch; values of the JSON type, which Arrow keeps as text, decoded."""
+    """The rows of a record batch; values of the JSON type, which Arrow keeps as text, decoded.
+
+    A value that its type cannot hold is Unreadable, which matters only to a row that needs it.
+    """
     import pyarrow as pa
 
     with pa.ipc.open_stream(stream) as reader:
         for batch in reader:
-            columns = [_decoded(column.type, column.to_pylist()) for column in batch.columns]
+            columns = [_column(column) for column in batch.columns]
             for values in zip(*columns, strict=True):
                 yield dict(zip(batch.schema.names, values, strict=True))
 
 
-def _decoded(kind: Any, values: list[Any]) -> list[Any]:
-    decode = _decoder(kind)
-    return values if decode is None else [decode(value) for value in values]
+def _column(column: Any) -> list[Any]:
+    """The values of an Arrow array: at once, unless some need a look of their own."""
+    if JSON_TYPE not in str(column.type):
+        try:
+            return column.to_pylist()
+        except UNDECODABLE:
+            pass
+    return [_value(scalar) for scalar in column]
 
 
-def _decoder(kind: Any) -> Callable[[Any], Any] | None:
-    """What decodes the JSON inside values of an Arrow type, or None where there is none."""
+def _value(scalar: Any) -> Any:
+    """An Arrow scalar, whose type is asked at every level: one bad value spoils no other."""
     import pyarrow as pa
 
-    if getattr(kind, "extension_name", None) == "arrow.json":
-        return lambda value: None if value is None else json.loads(value)
+    if not scalar.is_valid:
+        return None
+    kind = scalar.type
     if pa.types.is_struct(kind):
-        inner = {field.name: _decoder(field.type) for field in kind}
-        inner = {name: decode for name, decode in inner.items() if decode}
-        if inner:
-            return lambda value: (
-                value
-                and {
-                    name: inner[name](item) if name in inner else item
-                    for name, item in value.items()
-                }
-            )
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        decode = _decoder(kind.value_type)
-        if decode:
-            return lambda value: value and [decode(item) for item in value]
-    return None
+        return {kind[i].name: _value(scalar[i]) for i in range(kind.num_fields)}
+    if any(is_list(kind) for is_list in (pa.types.is_list, pa.types.is_large_list)):
+        return [_value(item) for item in scalar.values]
+    try:
+        value = scalar.as_py()
+        is_json = getattr(kind, "extension_name", None) == JSON_TYPE
+        return json.loads(value, object_hook=JsonObject) if is_json else value
+    except UnicodeDecodeError:
+        return Unreadable(NOT_UTF8)
+    except json.JSONDecodeError:
+        return Unreadable(NOT_JSON)
+    except UNDECODABLE:
+        return Unreadable(NOT_PLAIN)
 
 
 def _parquet(path: Path) -> Any:
@@ -220,12 +250,18 @@ def _skip_blank(stream: io.BufferedReader) -> tuple[int, bytes]:
 
 
 def _is_lines(head: bytes) -> bool:
-    """Whether a .json file is JSON Lines: an object begins and ends in its first line."""
+    """Whether a .json file is JSON Lines: one object begins and ends in its first line."""
     line, newline, _ = head.partition(b"\n")
-    return line.startswith(b"{") and (not newline or line.rstrip().endswith(b"}"))
+    if not line.startswith(b"{") or (newline and not line.rstrip().endswith(b"}")):
+        return False
+    values = 0
+    with suppress(EOFError):  # as far as it is seen
+        for _ in _values(io.BytesIO(line), in_array=False):
+            values += 1
+    return values < 2
 
 
-def _values(stream: io.BufferedReader, in_array: bool) -> Iterator[bytes]:
+def _values(stream: io.BufferedIOBase, in_array: bool) -> Iterator[bytes]:
     """The JSON of each element of an array, or of each value of a sequence, not yet parsed.
 
     Found by strings, brackets and commas alone: one bad value does not spoil the next. Raises
@@ -276,7 +312,7 @@ def _string_end(buffer: bytes, at: int) -> int:
     return quote + 1
 
 
-def _check_blank(rest: bytes, stream: io.BufferedReader) -> None:
+def _check_blank(rest: bytes, stream: io.BufferedIOBase) -> None:
     """Raises EOFError where anything but white space follows an array."""
     while not rest.strip():
         rest = stream.read(CHUNK)

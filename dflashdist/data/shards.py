@@ -5,11 +5,12 @@
     ...                  a shard ends with the row or batch that fills it (SHARD_TOKENS)
     lengths.npy          int32 [N], tokens a row, over all shards
     supervised.npy       int32 [N], supervised tokens a row
-    meta.json            version, fingerprint, shards, settings, key, audit; written last
+    meta.json            version, fingerprint, shards, settings, notes, key, audit; written last
 
 A store is written in a folder beside its place, synced to disk and renamed. A killed writer leaves
 only that folder, without meta.json, which does not open. The fingerprint is of every id, mask and
-length and of the settings: not of how the rows are split into shards, and not of the place.
+length and of the settings: not of how the rows are split into shards, of the place, or of the
+notes, which say where things came from.
 """
 
 import hashlib
@@ -113,14 +114,15 @@ def read_meta(path: Path) -> dict[str, Any]:
 class TokenStoreWriter:
     """Writes a store; use as a context manager. An exception leaves nothing, also not a part.
 
-    `settings` (what decided the rows' content) enters the fingerprint; `key` and `audit`, which may
-    be set until the end, only meta.json. Raises InputError when `path` exists, unless `overwrite`:
-    then the old store stays until the new one is complete.
+    `settings` (what decided the rows' content) enters the fingerprint; `notes`, `key` and `audit`,
+    which may be set until the end, only meta.json. Raises InputError when `path` exists, unless
+    `overwrite`: then the old store stays until the new one is complete.
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any], overwrite: bool = False) -> None:
         self.path = Path(path)
         self.audit: dict[str, Any] = {}
+        self.notes: dict[str, Any] = {}
         self.key: dict[str, Any] = {}
         self._settings = settings
         if self.path.exists():
@@ -205,6 +207,7 @@ class TokenStoreWriter:
             with open(self._partial / name, "wb") as file:
                 np.save(file, values)
                 _sync(file)
+        assert not self.notes.keys() & self._settings.keys(), "what is hashed is no note"
         meta = {
             "version": VERSION,
             "fingerprint": self._fingerprint(lengths),
@@ -212,6 +215,7 @@ class TokenStoreWriter:
             "num_tokens": int(lengths.sum(dtype=np.int64)),
             "shards": self._shards,
             **self._settings,
+            **self.notes,
             "key": self.key,
             "audit": self.audit,
         }

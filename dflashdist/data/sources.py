@@ -2,6 +2,10 @@
 
 The rows of all sources, in the order given, are dealt out in units of work. Units depend on the
 sources alone, so whatever is made of them does not depend on who works on which.
+
+Files are read as they are written. `datasets` guesses types where a file has none, above all those
+of a .csv file but also dates in JSON: an answer 007 is then the number 7, and whoever parses such
+a row refuses it. Name the .jsonl file itself, without split=, or give a column of text.
 """
 
 import hashlib
@@ -105,7 +109,7 @@ class Sources:
         """What `deal` takes."""
         batch_rows = max(1, UNIT_ROWS // quota.most)
         if isinstance(part, Dataset):
-            return part.rows() if part.streaming else Batches(part.name, part.batches(batch_rows))
+            return Batches(part.name, part.batches(batch_rows))
         if readers.is_parquet(part):
             batches = readers.parquet_batches(part, batch_rows)
             return Batches(str(part), self._checked(part, batches))

@@ -9,8 +9,9 @@
 
 A row is read as the first of these that it has a column for, empty ones aside, unless the format
 is given. Beside messages or pairs, `system` (or `system_prompt`) is a message before the others
-and `tools` (or OpenAI's older `functions`) are the tools offered. Beside a pair, `input` follows
-the instruction after a newline and `history`, a list of [question, answer], comes before both.
+and `tools` (or OpenAI's older `functions`) are the tools offered. Beside a pair, `input` or
+`context` follows the instruction after a newline, `history`, a list of [question, answer], comes
+before both, and `reasoning_content`, `reasoning` or `thinking` is the reasoning of the answer.
 """
 
 from collections.abc import Mapping
@@ -27,12 +28,16 @@ from dflashdist.data.messages import (
     NO_PAIR,
     NO_TEXT,
     NO_TOKENS,
-    NOT_TEXT,
+    REASONING_KEYS,
+    TWO_INPUTS,
     TWO_SYSTEMS,
     UNEQUAL,
     Message,
     RowError,
+    Unreadable,
     from_json_text,
+    not_text,
+    one_reasoning,
     read_content,
     read_message,
     read_messages,
@@ -99,13 +104,18 @@ class _Columns:
     def get(self, name: str, *spelled: str) -> Any:
         """The first value that is not empty, of the column that `fields` names or of the usual
         ones; failing that an empty one, or None. A column that is mapped has no other meaning.
+        Raises RowError for a value that could not be decoded.
         """
         if name in self.fields:
-            return self.row.get(self.fields[name])
-        taken = self.fields.values()
-        values = [self.row.get(column) for column in spelled or (name,) if column not in taken]
-        there = [value for value in values if value is not None]
-        return next((value for value in there if value not in EMPTY), there[0] if there else None)
+            columns = [self.fields[name]]
+        else:
+            taken = self.fields.values()
+            columns = [column for column in spelled or (name,) if column not in taken]
+        there = [self.row[column] for column in columns if self.row.get(column) is not None]
+        value = next((value for value in there if value not in EMPTY), there[0] if there else None)
+        if isinstance(value, Unreadable):
+            raise RowError(value.reason)
+        return value
 
     def question(self) -> Any:
         """A pair's question; an `input` alone is one."""
@@ -147,19 +157,35 @@ def _dialogue(columns: _Columns, messages: list[Message]) -> Dialogue:
 
 def _pair(columns: _Columns) -> list[Message]:
     question, more = columns.get("prompt", *PROMPTS), columns.get("input")
+    context = columns.get("context")
     if question in EMPTY:
         question, more = more, None
+    if context not in EMPTY:  # Dolly's name for `input`
+        if columns.get("input") not in EMPTY:
+            raise RowError(TWO_INPUTS)
+        more = context
     if question in EMPTY:
         raise RowError(NO_PAIR)
     if more not in EMPTY:
-        if not (isinstance(question, str) and isinstance(more, str)):
-            raise RowError(NOT_TEXT)
+        for value in (question, more):
+            if not isinstance(value, str):
+                raise not_text(value)
         question = f"{question}\n{more}"
     answer = columns.answer()
     turns = [*_history(columns.row.get("history")), ("user", question)]
-    if answer is not None:
-        turns.append(("assistant", answer))
-    return [message for role, value in turns for message in _turn(role, value)]
+    messages = [message for role, value in turns for message in _turn(role, value)]
+    return messages if answer is None else messages + _answer(columns, answer)
+
+
+def _answer(columns: _Columns, answer: Any) -> list[Message]:
+    """A pair's answer; the reasoning beside it is that of its last turn."""
+    messages = _turn("assistant", answer)
+    beside = [value for key in REASONING_KEYS if (value := columns.get(key)) not in EMPTY]
+    last = next((m for m in reversed(messages) if m["role"] == "assistant"), None)
+    if beside and last is not None:
+        reasoning = one_reasoning([*beside, last.get("reasoning", "")])
+        last |= {"reasoning": reasoning} if reasoning else {}
+    return messages
 
 
 def _history(history: Any) -> list[tuple[str, Any]]:
@@ -183,7 +209,7 @@ def _text(text: Any) -> str:
     if text is None:
         raise RowError(NO_TEXT)
     if not isinstance(text, str):
-        raise RowError(NOT_TEXT)
+        raise not_text(text)
     if not text.strip():
         raise RowError(EMPTY_TEXT)
     return text

@@ -6,6 +6,7 @@ Both are decided by the parts alone, in the order of the sources.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ REASONS = {TO_DUPLICATES: DUPLICATE, TO_RESERVED: RESERVED}
 
 @dataclass
 class Gathered:
-    """All parts of one set of sources. C conversations are kept so far, 45 bytes each."""
+    """All parts of one set of sources. C conversations are kept so far, 46 bytes each."""
 
     paths: list[Path] = field(default_factory=list)
     source_rows: int = 0
@@ -35,6 +36,8 @@ class Gathered:
     checked_rows: int = 0
     checked_tokens: int = 0
     conversations: list[np.ndarray] = field(default_factory=list)  # CONVERSATION [C of a part]
+    repeats: list[np.ndarray] = field(default_factory=list)  # bool [C of a part]: the row before
+    _last: tuple[int, str] = (-1, "")  # the last kept row: its source's number, its origin
 
     def add(self, path: Path) -> Part:
         """Count the next part; returns it without its tokens."""
@@ -45,6 +48,9 @@ class Gathered:
         self.checked_rows += part.checked_rows
         self.checked_tokens += part.checked_tokens
         self.conversations.append(part.conversations)
+        rows = [self._last, *((part.source, origin) for origin in part.origins)]
+        self.repeats.append(np.array([a == b for a, b in pairwise(rows)], dtype=bool))
+        self._last = rows[-1]
         return part
 
     def digests(self, name: str) -> np.ndarray:
@@ -54,11 +60,13 @@ class Gathered:
 
     @cached_property
     def copies(self) -> np.ndarray:
-        """bool [C]: whether the same conversation comes before; once all parts are here."""
-        keys = self.digests("key")
-        copies = np.ones(len(keys), dtype=bool)
-        copies[np.unique(keys, return_index=True)[1]] = False
-        return copies
+        """bool [C]: whether another row before is the same conversation; once all parts are here.
+
+        A row that a weight above 1 repeats is no copy of itself: it is one row, read again.
+        """
+        row = np.cumsum(~np.concatenate([np.zeros(0, dtype=bool), *self.repeats]))
+        _, first, same = np.unique(self.digests("key"), return_index=True, return_inverse=True)
+        return row != row[first[same]]
 
 
 @dataclass

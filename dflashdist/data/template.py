@@ -115,7 +115,7 @@ class ChatTemplate:
             day = Date.fromisoformat(date) if date else Date.today()
         except ValueError as error:
             raise InputError(f"data.date={date}: a day is YYYY-MM-DD") from error
-        self._variables = {**specials, **settings}
+        self._specials, self._variables = dict(specials), {**specials, **settings}
         self.settings = dict(settings)
         self.sha256 = template_digest(templates)
         self._variants = {
@@ -176,7 +176,12 @@ class ChatTemplate:
         return self._variants[TOOL_USE if tools and TOOL_USE in self._variants else DEFAULT]
 
     def _render(
-        self, template: Template, inputs: Sequence[Any], tools: list[Any] | None, prompt: bool
+        self,
+        template: Template,
+        inputs: Sequence[Any],
+        tools: list[Any] | None,
+        prompt: bool,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         try:
             return template.render(
@@ -184,7 +189,7 @@ class ChatTemplate:
                 tools=tools or None,
                 documents=None,
                 add_generation_prompt=prompt,
-                **self._variables,
+                **(self._variables if variables is None else variables),
             )
         except FAILURES as error:
             raise RowError(TEMPLATE_REFUSES) from error
@@ -201,28 +206,37 @@ class ChatTemplate:
         calls = tree.find_all(nodes.ExtensionAttribute)
         tagged = any(call.identifier == Generation.identifier for call in calls)
         marked = _loaded(_environment(MarkedGeneration, day), source) if tagged else None
+        names = frozenset(n.name for n in tree.find_all(nodes.Name) if n.ctx == "load")
         literals = {node.data for node in tree.find_all(nodes.TemplateData)}
         literals |= {n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)}
         return Variant(
             plain,
             marked,
-            frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"),
+            names,
             frozenset(literals),
-            not self._writes_reasoning(plain),
+            not self._writes_reasoning(plain, names),
         )
 
-    def _writes_reasoning(self, plain: Template) -> bool:
-        """Whether a reasoning field shows in the text of an answer, or of one with tool calls."""
+    def _writes_reasoning(self, plain: Template, names: frozenset[str]) -> bool:
+        """Whether a reasoning field shows in the text of an answer, or of one with tool calls.
+
+        Settings that turn thinking off leave out the reasoning of a template that has a field for
+        it, so the template is asked with them, without them, and with thinking turned on.
+        """
         asked = {"role": "user", "content": "question"}
         call = {"type": "function", "id": "callcall1",
                 "function": {"name": "search", "arguments": {"text": "tree"}}}  # fmt: skip
-        for more in ({"content": "answer"}, {"content": "", "tool_calls": [call]}):
-            answer = _input({"role": "assistant", "reasoning": "considered", **more}, False)
-            try:
-                if "considered" in self._render(plain, [asked, answer], None, False):
+        thinking = dict.fromkeys((name for name in names if "think" in name.lower()), True)
+        for settings in ({}, self.settings, thinking):
+            for more in ({"content": "answer"}, {"content": "", "tool_calls": [call]}):
+                answer = _input({"role": "assistant", "reasoning": "considered", **more}, False)
+                variables = self._specials | settings
+                try:
+                    text = self._render(plain, [asked, answer], None, False, variables)
+                except RowError:
+                    continue
+                if "considered" in text:
                     return True
-            except RowError:
-                continue
         return False
 
 

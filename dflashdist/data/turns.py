@@ -10,7 +10,7 @@ refused with a reason:
 
 - the template begins the answer otherwise than its generation prompt ends (one that drops the
   reasoning which its prompt has opened, say);
-- content, reasoning or a tool's name is not found in what it writes;
+- content, reasoning or a tool call, its name and arguments, is not found in what it writes;
 - no end-of-turn token follows, or one stands inside the answer;
 - `{% generation %}` tags, where a template has them, that end elsewhere. They decide which turns
   are supervised and from where on.
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from dflashdist.data.calls import writes_calls
 from dflashdist.data.messages import RowError
 from dflashdist.data.pieces import PieceEncoder
 from dflashdist.data.template import ChatTemplate, Span
@@ -220,7 +221,7 @@ def _said(message: dict[str, Any]) -> list[str]:
 
 
 def _hold_all_said(message: dict[str, Any], prompt: str, written: str) -> None:
-    """Refuse an answer whose parts are not in the text, the reasoning before the content."""
+    """Refuse an answer whose parts are not all in the text, the reasoning before the content."""
     reasoning = message.get("reasoning_content", "").strip()
     at = written.find(reasoning)
     if at < 0:
@@ -228,12 +229,18 @@ def _hold_all_said(message: dict[str, Any], prompt: str, written: str) -> None:
     content = message["content"].strip()
     if prompt.rstrip().endswith(OPENERS[0]):  # the prompt holds the beginning of inline reasoning
         content = content.removeprefix(OPENERS[0]).strip()
-    if written.find(content, at + len(reasoning)) < 0:
+    rest = written[at + len(reasoning) :]
+    if content not in rest:
         # Reasoning that was put inline for a template without a field for it may be cut off.
         visible = content.rpartition("</think>")[2].strip()
         raise RowError(REASONING_LOST if visible in written else CHANGES_ANSWER)
-    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-    if not all(name in written for name in names):
+    # What the content says of a tool is no call. It stands before the calls or after them.
+    others = [
+        f"{written[:at]}\n{rest[:first]}\n{rest[first + len(content) :]}"
+        for first in (rest.find(content), rest.rfind(content))
+    ]
+    calls = message.get("tool_calls", ())
+    if not any(writes_calls(calls, other) for other in others):
         raise RowError(CHANGES_ANSWER)
 
 

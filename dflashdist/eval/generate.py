@@ -156,12 +156,18 @@ def regenerate_locally(
     template_settings: Mapping[str, Any] | None = None,
     date: str | None = None,
 ) -> dict[str, Any]:
-    """`dflashdist regenerate --local`: see `regenerate` and `LocalAnswerer`."""
+    """`dflashdist regenerate --local`: see `regenerate` and `LocalAnswerer`.
+
+    A date is a setting of the answers only if it is given: else each day's is its own, as a
+    server's is, and the same command goes on tomorrow.
+    """
     chat = ChatTokenizer.load(
         target, revision, template=template, settings=template_settings, date=date
     )
     model = load_model(target, dtype, device, revision)
     answerer = LocalAnswerer(target, model, chat, batch_size=batch_size, max_tokens=max_tokens)
+    given = {"revision": revision, "date": date and chat.rendering["date"]}
+    answerer.settings |= {name: value for name, value in given.items() if value is not None}
     return regenerate(
         sources, out, answerer, concurrency=batch_size, limit=limit, format=format, fields=fields
     )
@@ -182,7 +188,13 @@ class LocalAnswerer:
         """`name` stands in every row. Raises InputError for sizes that cannot be."""
         if batch_size < 1 or max_tokens < 1:
             raise InputError(f"batch_size={batch_size}, max_tokens={max_tokens}: at least 1")
-        self.model, self.settings = name, {"max_tokens": max_tokens, "chat": chat.fingerprint}
+        self.model = name
+        self.settings: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "tokenizer": chat.tokenizer_fingerprint,
+            "template_sha256": chat.rendering["template_sha256"],
+            "template_settings": chat.rendering["settings"],
+        }
         self._chat, self._batch_size, self._max_tokens = chat, batch_size, max_tokens
         self._batch = GreedyBatch(model, chat.end_ids, chat.pad_id)
         self._positions: int | None = getattr(

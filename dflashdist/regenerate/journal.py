@@ -1,8 +1,8 @@
 """A JSON Lines file of answers, added to row by row, that a kill can tear only at its end.
 
 Invariants:
-- Every row begins with its key and the name of the model that answered, so that a file of a million
-  answers is read back in seconds, and no two models' answers ever mix in one file.
+- Every row begins with its key, the name of the model that answered and its settings, so that a
+  file of a million answers is read back in seconds, and no two models' answers ever mix in one.
 - A row is whole or absent: it is handed to the system in one go, a write that fails is taken back,
   and a line without its newline, which only a kill leaves, is cut off when the file is next opened.
 - Nothing but our own rows is ever cut or added to: another file is refused.
@@ -13,27 +13,32 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dflashdist.config import InputError
 
-HEAD = re.compile(rb'\{"key": "([0-9a-f]{32})", "model": ("(?:[^"\\]|\\.)*"), "')
+KEY = re.compile(rb'\{"key": "([0-9a-f]{32})", ')
 START = b'{"key": "'
 
 
 class Journal:
-    """Rows by key in `path`. `offsets`: bytes before the last row of each 16-byte key."""
+    """Rows by key in `path`. `offsets`: bytes before the last row of each 16-byte key.
 
-    def __init__(self, path: Path, model: str) -> None:
-        """Opens the file, new or from an earlier run.
+    `made_with`: each settings that rows found there were made with, and the first line that was.
+    """
+
+    def __init__(self, path: Path, model: str, settings: Mapping[str, Any]) -> None:
+        """Opens the file, new or from an earlier run. `settings`: of the rows to come, plain JSON.
 
         Raises InputError when it cannot be opened, is in use, holds other rows than a journal's or
         another model's, or is damaged before its end.
         """
-        self.path, self.model = path, model
+        self.path, self.model, self.settings = path, model, settings
         self.offsets: dict[bytes, int] = {}
+        self.made_with: list[tuple[int, dict[str, Any]]] = []
+        self._heads: list[bytes] = []  # what may follow the key of a row that was found
         try:
             self._file: Any = open(path, "a+b", buffering=0)  # noqa: SIM115 (closed by close)
         except OSError as error:
@@ -63,7 +68,7 @@ class Journal:
 
     def append(self, key: bytes, row: dict[str, Any]) -> None:
         """Add a row, safe from a kill when this returns. Raises InputError, the file as before."""
-        entry = {"key": key.hex(), "model": self.model} | row
+        entry = {"key": key.hex(), "model": self.model, "settings": self.settings} | row
         line = memoryview(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
         end = self._file.seek(0, os.SEEK_END)
         try:
@@ -117,7 +122,6 @@ class Journal:
 
     def _read(self) -> None:
         """Find the rows, and cut off a torn last one."""
-        model = json.dumps(self.model, ensure_ascii=False).encode()
         end, bare = 0, False  # bytes of the rows so far; whether the last one lacks its newline
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -127,18 +131,33 @@ class Journal:
                         raise InputError(self._foreign(number))
                     self._file.truncate(end)
                     return
-                head = HEAD.match(line)
-                if head is None or not line.endswith((b"}", b"}\n")):
+                key = KEY.match(line)
+                if key is None or not line.endswith((b"}", b"}\n")):
                     raise InputError(self._foreign(number))
-                if head[2] != model:
-                    raise InputError(
-                        f"{self.path}:{number}: holds answers of {head[2].decode()}, this run asks "
-                        f'"{self.model}"; name another file'
-                    )
-                self.offsets[bytes.fromhex(head[1].decode())] = end
+                if not any(line.startswith(head, key.end()) for head in self._heads):
+                    self._learn_head(line, key.end(), number)
+                self.offsets[bytes.fromhex(key[1].decode())] = end
                 end += len(line)
         if bare:
             self._file.write(b"\n")
+
+    def _learn_head(self, line: bytes, start: int, number: int) -> None:
+        """Note the settings of a row, the first with these. Raises InputError."""
+        try:
+            row = json.loads(line)
+            model, settings = row["model"], row["settings"]
+        except (ValueError, KeyError) as error:
+            raise InputError(self._foreign(number)) from error
+        head = _head(model, settings)
+        if not line.startswith(head, start) or not isinstance(settings, dict):
+            raise InputError(self._foreign(number))
+        if model != self.model:
+            raise InputError(
+                f'{self.path}:{number}: holds answers of "{model}", this run asks "{self.model}"; '
+                "name another file"
+            )
+        self._heads.append(head)
+        self.made_with.append((number, settings))
 
     def _decoded(self, line: bytes, offset: int) -> dict[str, Any]:
         try:
@@ -153,6 +172,11 @@ class Journal:
             f"{self.path}:{number}: not a row that `dflashdist regenerate` wrote; name another "
             "file, or remove this line"
         )
+
+
+def _head(model: Any, settings: Any) -> bytes:
+    text = json.dumps({"model": model, "settings": settings}, ensure_ascii=False)
+    return f'{text[1:-1]}, "'.encode()
 
 
 def _is_object(line: bytes) -> bool:

@@ -33,7 +33,7 @@ class AnswerError(Exception):
 
 
 class Answerer(Protocol):
-    """Who answers: a server (data/server.py) or a local model (eval/generate.py)."""
+    """Who answers: a server (regenerate/server.py) or a local model (eval/generate.py)."""
 
     model: str  # its name, which every row carries
     settings: dict[str, Any]  # what else decides an answer, as plain JSON

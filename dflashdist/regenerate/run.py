@@ -6,21 +6,26 @@ Invariants:
   is known, in the order of completion.
 - The same command goes on after any end. A conversation in OUT is not asked again. One that the
   server failed is, from its first missing answer on. One whose first answer the target itself made
-  unusable is asked again only with other settings, or once OUT.failed.jsonl is deleted. Paid for
-  twice is only what a kill found in flight; Ctrl-C and SIGTERM keep the answers even of that.
-- A conversation that ends early by an unusable answer keeps the answers before it, and succeeded.
+  unusable (cut off, say) is asked again only with other settings (a larger max_tokens), or once
+  OUT.failed.jsonl is deleted. Paid for twice is only what a kill found in flight; Ctrl-C and
+  SIGTERM keep the answers even of that.
+- A conversation that ends early by an unusable answer keeps the answers before it, and succeeded:
+  it is not asked again.
+- Every row names the model and its settings. OUT grows by the same alone, but that max_tokens may
+  be raised, which the answers that are there already would not have noticed. Answers in
+  OUT.failed.jsonl that were made otherwise are not gone on with.
 - A conversation that stands in the input several times is asked as many times.
 - Source rows read = succeeded + failed + skipped + already there (+ unfinished when interrupted).
 - Memory: what is in flight, and a key a conversation.
 """
 
 import asyncio
+import json
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatch
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -30,6 +35,7 @@ from tqdm import tqdm
 
 from dflashdist.config import AUTO, InputError
 from dflashdist.data.conversations import Conversation, Message, Rejections, RowError, parse_prompt
+from dflashdist.data.locate import refuse_inside
 from dflashdist.data.sources import Source, Sources
 from dflashdist.regenerate.journal import Journal
 from dflashdist.regenerate.replay import Answerer, AnswerError, replay, spell, to_last_answer
@@ -64,7 +70,8 @@ def regenerate(
         shortened (ended early, and succeeded) and skipped, counts and first rows by reason.
 
     Raises:
-        InputError: sources or `out` cannot be used, or the answerer will not answer.
+        InputError: sources or `out` cannot be used, `out` holds answers that were made with other
+            settings, or the answerer will not answer.
         KeyboardInterrupt: on Ctrl-C or SIGTERM. Either way the counts so far are printed.
     """
     if concurrency < 1 or (limit is not None and limit < 1):
@@ -91,6 +98,41 @@ def failed_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.failed.jsonl")
 
 
+def refuse_ignored(mode: str, options: Mapping[str, Any]) -> None:
+    """Raises InputError if one of the options, by the names that users write, is not None.
+
+    For options that are None unless they are given, and that `mode` ("--local") has no use for.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise InputError(f"{', '.join(given)}: nothing that {mode} uses; leave out")
+
+
+def difference(made: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:
+    """What keeps answers of two settings out of one file; None where nothing does."""
+    old, new = dict(_leaves(made)), dict(_leaves(asked))
+    for name in sorted(old.keys() | new.keys()):
+        before, now = old.get(name), new.get(name)
+        if name == "max_tokens" and before is not None and now is not None and before <= now:
+            continue
+        if before != now:
+            told = [
+                "no such setting" if value is None else json.dumps(value) for value in (before, now)
+            ]
+            grow = " (it may only grow)" if name == "max_tokens" else ""
+            return f"{name}: {told[0]} there, {told[1]} now{grow}"
+    return None
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def format_counts(counts: Mapping[str, Any]) -> str:
     """The counts as a line that adds up, and the reasons below."""
     parts = [f"{counts['succeeded']:,} succeeded", f"{counts['failed']:,} failed"]
@@ -111,12 +153,7 @@ def _check_place(out: Path, sources: Sequence[Source]) -> None:
         raise InputError(f"{out}: answers are added line by line; name a file that ends in .jsonl")
     if not out.parent.is_dir():
         raise InputError(f"{out.parent}: no such folder to write {out.name} in")
-    for source in sources:
-        place = Path(source.path).expanduser().resolve()
-        for file in (out.resolve(), failed_path(out.resolve())):
-            inside = place.is_dir() and place in file.parents
-            if file == place or inside or fnmatch(str(file), str(place)):
-                raise InputError(f"{out}: is read as part of {source.path}; name a file elsewhere")
+    refuse_inside(out, [out, failed_path(out)], sources)
 
 
 class Regeneration:
@@ -138,13 +175,23 @@ class Regeneration:
         self._occurrences: dict[bytes, int] = {}  # by the conversation's own key
         self._lost = 0  # conversations in a row that the server failed
         self._patience = 0
-        self._done = Journal(out, answerer.model)
+        self._settings = json.loads(json.dumps(answerer.settings))  # as rows give it back
+        self._done = Journal(out, answerer.model, self._settings)
         try:
-            self._failed = Journal(failed_path(out), answerer.model)
+            self._refuse_other_settings()
+            self._failed = Journal(failed_path(out), answerer.model, self._settings)
         except BaseException:
             self._done.close()
             raise
         self._settled = self._read_settled()
+
+    def _refuse_other_settings(self) -> None:
+        for line, settings in self._done.made_with:
+            if told := difference(settings, self._settings):
+                raise InputError(
+                    f"{self._done.path}:{line}: made with other settings ({told}); take the same "
+                    "or name another file"
+                )
 
     def counts(self) -> dict[str, Any]:
         """What `regenerate` returns."""
@@ -242,7 +289,7 @@ class Regeneration:
         if error.detail:
             why["detail"] = error.detail
         if error.paid:
-            why["settings"] = self._answerer.settings
+            why["paid"] = True
         self._write_failed(conversation, key, said, why)
         self._count("failed", conversation.origin, str(error))
         self._lost = 0 if error.final else self._lost + 1
@@ -259,18 +306,20 @@ class Regeneration:
         self._failed.append(key, row)
 
     def _known(self, key: bytes) -> list[Message]:
-        """Answers that the conversation got before the server failed it."""
+        """Answers that the conversation got, with these settings, before the server failed it."""
         if key not in self._failed:
             return []
-        asked = self._failed.row(key)["asked"]
-        return [message for message in asked if message["role"] == "assistant"]
+        row = self._failed.row(key)
+        if difference(row["settings"], self._settings):
+            return []
+        return [message for message in row["asked"] if message["role"] == "assistant"]
 
     def _read_settled(self) -> dict[bytes, str]:
         """Reasons of the failures that asking again with these settings would repeat."""
         return {
             key: sys.intern(row["reason"])
             for key, row in self._failed.rows()
-            if row.get("settings") == self._answerer.settings
+            if row.get("paid") and row["settings"] == self._settings
         }
 
     def _count(self, outcome: str, origin: str, reason: str) -> None:

@@ -146,18 +146,18 @@ def check_tokenizer(blueprint: Blueprint) -> None:
 
     A store rendered by a template's file is held to the tokenizer alone. Raises InputError.
     """
+    from dflashdist.data.chat import OWN
     from dflashdist.data.tokenizer import TargetTokenizer, template_digest
 
     config, meta = blueprint.config, blueprint.store.meta
     assert config.target.path is not None
     target = TargetTokenizer.read(config.target.path, config.target.revision)
-    rendering = meta.get("rendering", {})
     differs = None
     if target.fingerprint != meta["tokenizer_fingerprint"]:
         differs = "tokenizer"
-    elif rendering.get("template") == "own":
+    elif meta.get("template") == OWN:
         found = template_digest(target.templates) if target.templates else None
-        differs = "chat template" if found != rendering["template_sha256"] else None
+        differs = "chat template" if found != meta["rendering"]["template_sha256"] else None
     if differs:
         raise InputError(
             f"{config.data.store}: made with another {differs} (of {meta['target']}) than "

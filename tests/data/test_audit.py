@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -9,11 +10,23 @@ import numpy as np
 import pytest
 
 import dflashdist.demo
-from dflashdist.config import DataConfig, InputError
-from dflashdist.data.audit import CLOSE, GREEN, OPEN, PLAIN, Tally, inspect_row, summarise
+from dflashdist.commands import inspected
+from dflashdist.config import Config, DataConfig, InputError
+from dflashdist.data.audit import (
+    CLOSE,
+    GREEN,
+    OPEN,
+    PLAIN,
+    Tally,
+    format_summary,
+    inspect_row,
+    summarise,
+)
 from dflashdist.data.chat import ChatTokenizer
+from dflashdist.data.conversations import Rejections
 from dflashdist.data.prepare import prepare
 from dflashdist.data.shards import TokenStore, TokenStoreWriter
+from dflashdist.data.tokenizer import TargetTokenizer
 
 TARGET = Path(dflashdist.demo.__file__).parent / "target"
 ANSWER = "Use ```` and \x1b[2J:\n\n```python\nx = 1\n```"
@@ -59,7 +72,8 @@ def test_the_numbers_are_those_of_the_rows(store, chat):
 
 
 def test_what_is_marked_is_what_is_supervised(store, chat):
-    text = inspect_row(store, chat, 3, color=False)
+    tokenizer = TargetTokenizer.read(TARGET)
+    text = inspect_row(store, tokenizer, 3, color=False)
     head, body = text.split("\n", 1)
     assert (
         head == f"row 3 of 42: {store.lengths[3]} tokens, {store.supervised[3]} of them supervised"
@@ -69,7 +83,7 @@ def test_what_is_marked_is_what_is_supervised(store, chat):
     assert marked == [f"3: {shown}<|im_end|>"] * 2
     whole = chat.decode(store.row(3)[0].tolist()).replace("\x1b", "\u241b")
     assert body.replace(OPEN, "").replace(CLOSE, "") == whole
-    colored = inspect_row(store, chat, 3, color=True).split("\n", 1)[1]
+    colored = inspect_row(store, tokenizer, 3, color=True).split("\n", 1)[1]
     assert colored == body.replace(OPEN, GREEN).replace(CLOSE, PLAIN)
 
 
@@ -84,14 +98,42 @@ def test_the_report_shows_a_dozen_rows(store):
     assert "rejected" in report and "rows.jsonl:43" in report
 
 
-def test_rows_and_tokenizers_that_are_not_there(store, chat, tmp_path):
+def test_rows_and_tokenizers_that_are_not_there(store, tmp_path):
+    tokenizer = TargetTokenizer.read(TARGET)
     for n in (-1, 42):
         with pytest.raises(InputError, match=f"no row {n}; it has rows 0 to 41"):
-            inspect_row(store, chat, n, color=False)
+            inspect_row(store, tokenizer, n, color=False)
     with TokenStoreWriter(tmp_path / "store", {"tokenizer_fingerprint": "0123"}) as writer:
         writer.add(np.array([1, 2]), np.array([1, 1]))
     with pytest.raises(InputError, match="another tokenizer"):
-        inspect_row(TokenStore.open(tmp_path / "store"), chat, 0, color=False)
+        inspect_row(TokenStore.open(tmp_path / "store"), tokenizer, 0, color=False)
+
+
+def test_a_row_is_inspected_without_a_template_from_anywhere(tmp_path, monkeypatch):
+    """The store knows its tokenizer by an absolute path; the template may be gone."""
+    shutil.copytree(TARGET, tmp_path / "target")
+    row = {"prompt": "What?", "completion": "A thing."}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    monkeypatch.chdir(tmp_path)
+    prepare(["rows.jsonl"], "target", "store", DataConfig())
+    (tmp_path / "target" / "chat_template.jinja").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    shown = inspected(str(tmp_path / "store"), 0, None, Config())
+    assert f"{OPEN}A thing.<|im_end|>{CLOSE}" in shown
+
+
+def test_the_table_says_which_rows_are_where(store, tmp_path):
+    assert re.search(
+        r"\n  kept +42  \(40 chat, 1 text, 1 tokens\)\n", format_summary(summarise(store))
+    )
+    rows = [{"prompt": f"What is {i}?", "completion": "A thing."} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig(validation=0.5)
+    summary = prepare([tmp_path / "rows.jsonl"], TARGET, tmp_path / "store", data)
+    inside = summary["validation"]["kept"]
+    kept = f"40  (to train on: {40 - inside} chat; for validation: {inside})"
+    assert re.search(rf"\n  kept +{re.escape(kept)}\n", format_summary(summary))
 
 
 def test_absurd_stores_warn_loudly(tmp_path, capsys):
@@ -108,12 +150,14 @@ def test_absurd_stores_warn_loudly(tmp_path, capsys):
 
 def test_what_is_absurd():
     good = {"answers": 10, "training_rows": 10, "chat_tokens": 900, "chat_supervised": 90}
-    assert Tally(10, **good, cut_rows=1).warnings() == []
+    few = {"cut_rows": 1, "left_out": Rejections(counts={"why": 1})}
+    assert Tally(10, **good, **few).warnings() == []
     for wrong, words in [
         ({"chat_supervised": 900}, "100.0% of the conversations' tokens"),
         ({"chat_supervised": 0}, "0.0% of the conversations' tokens"),
         ({"cut_rows": 2}, "2 of 10 rows are cut"),
         ({"unsupervised_answers": 6}, "6 of 10 answers are not supervised"),
+        ({"left_out": Rejections(counts={"why": 2})}, "2 of 12 training rows are left out (why)"),
     ]:
         (warning,) = Tally(10, **(good | wrong)).warnings()
         assert words in warning

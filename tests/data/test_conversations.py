@@ -46,6 +46,20 @@ def test_keys_are_of_the_content_alone():
         assert row.opening == row.key and replace(row, origin="g").key == row.key
 
 
+def test_token_rows_share_the_ids_before_what_is_supervised():
+    def row(ids, mask):
+        return TokenRow("f:1", ids, mask)
+
+    one = row([1, 2, 3, 4], [0, 0, 1, 1])
+    for other in (row([1, 2, 9], [0, 0, 1]), row([1, 2, 3, 4], [0, 0, 1, 0])):
+        assert one.opening == other.opening and one.key != other.key
+    assert one.opening != row([1, 3, 3, 4], [0, 0, 1, 1]).opening
+    assert len(one.opening) == 16
+    # Texts have nothing in common that only begin with the same BOS.
+    for alone in (row([1, 2, 3], [0, 1, 1]), row([1, 2], [1, 1]), row([1, 2], [0, 0])):
+        assert alone.opening == alone.key
+
+
 def test_openings_are_shared_by_answers_to_one_question():
     one = Conversation("f:1", [SYSTEM, USER, ANSWER])
     assert one.opening == Conversation("g:1", [SYSTEM, USER, OTHER, USER, ANSWER]).opening

@@ -1,8 +1,11 @@
 """From source rows to a store: every row accounted for, and never a store of something else."""
 
+import errno
 import gzip
 import json
+import os
 import shutil
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 
 import dflashdist.demo
 from dflashdist.config import DataConfig, InputError
-from dflashdist.data import messages, parts, splice
+from dflashdist.data import keys, messages, parts, splice, template
 from dflashdist.data import prepare as prepare_module
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.place import StorePlace
@@ -66,7 +69,7 @@ def test_counts_add_up_over_every_kind_of_row(tmp_path, chat):
     ]
     summary = run(tmp_path, lines, max_length=32, min_supervised=3, max_rejected=0.8)
     rejected = summary["rejected"]
-    expected = (messages.NOT_JSON, messages.NOT_TEXT, messages.NO_ANSWER, parts.BEYOND)
+    expected = (messages.NOT_JSON, messages.TYPED, messages.NO_ANSWER, parts.BEYOND)
     assert {*expected, "fewer than 3 supervised tokens"} <= set(rejected)
     assert set(rejected.values()) == {1} and len(rejected) == 6
     assert summary["source_rows"] == len(lines) == summary["kept"] + sum(rejected.values())
@@ -134,6 +137,14 @@ def test_rows_left_out_of_kept_conversations_are_counted(tmp_path):
     assert summary["training_rows_made"] == 2 and summary["training_rows"] == 1
     assert summary["left_out"] == {"fewer than 18 supervised tokens": 1}
     assert summary["source_rows"] == summary["kept"] == 1 and summary["answers"] == 2
+    assert summary["unsupervised_answers"] == 1
+    assert "1 of 2 training rows are left out (fewer than 18 supervised" in summary["warnings"][0]
+
+
+def test_answers_beyond_the_cut_are_not_supervised(tmp_path):
+    line = talk("What?", "A thing.", "And what " * 30, "Another thing.", "And?", "No more.")
+    summary = run(tmp_path, [line, json.dumps({"text": "word " * 99})], max_length=40)
+    assert (summary["answers"], summary["unsupervised_answers"]) == (3, 2)
 
 
 @pytest.mark.parametrize("bad", [["{", "{"], [""]])
@@ -173,6 +184,58 @@ def test_a_store_is_reused_only_for_the_same(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "store"]
 
 
+def test_limits_hold_for_a_store_that_is_there(tmp_path):
+    held = write(
+        tmp_path / "held.jsonl", ["[]", *(talk(f"Who is {i}?", "I am.") for i in range(9))]
+    )
+    good = [talk(f"What is {i}?", "A thing.") for i in range(19)]
+    lines = [*good, "{", good[0], talk("Who is 1?", "I.")]
+    options = {"deduplicate": True, "validation": [str(held)], "overwrite": False}
+    made = run(tmp_path, lines, max_rejected=0.1, **options)
+    assert sum(made["rejected"].values()) == 3
+    with pytest.raises(InputError, match=r"held\.jsonl:1: not a JSON object; .*data\.strict"):
+        run(tmp_path, lines, max_rejected=0.1, strict=True, **options)
+    with pytest.raises(InputError, match=r"1 rejected of the first 10 .*max_rejected=0\.09"):
+        run(tmp_path, lines, max_rejected=0.09, **options)
+    assert run(tmp_path, lines, max_rejected=0.1, **options)["reused"]
+    # What is left out on purpose is no rejected row: copies, and what validation holds.
+    write(held, [talk("Who is 1?", "I am.")])
+    clean = [*lines[:19], *lines[20:]]
+    made = run(tmp_path, clean, strict=True, max_rejected=0, **(options | {"overwrite": True}))
+    assert sum(made["rejected"].values()) == 2
+    assert run(tmp_path, clean, strict=True, max_rejected=0, **options)["reused"]
+    made = run(tmp_path, ["{", *clean], max_rejected=0.5, **(options | {"overwrite": True}))
+    with pytest.raises(InputError, match=r"rows\.jsonl:1: not JSON"):
+        run(tmp_path, ["{", *clean], max_rejected=0.5, strict=True, **options)
+
+
+def test_names_of_target_and_template_change_nothing(tmp_path, monkeypatch):
+    file = write(tmp_path / "rows.jsonl", [talk("What?", "A thing.")])
+    monkeypatch.chdir(TARGET.parent)
+    first = prepare([file], "target", tmp_path / "a", DataConfig())
+    assert first["target"] == os.path.abspath(TARGET)
+    assert prepare([file], TARGET, tmp_path / "a", DataConfig())["reused"]
+    shutil.copytree(TARGET, tmp_path / "copy")
+    assert prepare([file], tmp_path / "copy", tmp_path / "a", DataConfig())["reused"]
+    copied = prepare([file], tmp_path / "copy", tmp_path / "b", DataConfig())
+    assert copied["fingerprint"] == first["fingerprint"] and copied["target"] != first["target"]
+    for name in ("one.jinja", "other.jinja"):
+        shutil.copy(TARGET / "chat_template.jinja", tmp_path / name)
+    data = [DataConfig(template=str(tmp_path / name)) for name in ("one.jinja", "other.jinja")]
+    given = prepare([file], TARGET, tmp_path / "c", data[0])
+    assert given["fingerprint"] == first["fingerprint"]
+    assert TokenStore.open(tmp_path / "c").meta["template"] == "one.jinja"
+    assert prepare([file], TARGET, tmp_path / "c", data[1])["reused"]
+
+
+def test_another_tokenizers_package_makes_another_store(tmp_path, monkeypatch):
+    lines = [talk("What?", "A thing.")]
+    run(tmp_path, lines)
+    monkeypatch.setattr(keys, "version", lambda name: f"{name} of tomorrow")
+    with pytest.raises(InputError, match="differs in the version of tokenizers or jinja2;"):
+        run(tmp_path, lines, overwrite=False)
+
+
 def test_a_damaged_store_is_not_reused(tmp_path):
     lines = [talk("What?", "A thing.")]
     run(tmp_path, lines)
@@ -190,10 +253,20 @@ def with_template(folder: Path, template: str) -> Path:
     return folder
 
 
-def test_the_day_of_a_store_holds_tomorrow(tmp_path, chat):
+class LongAgo(date):
+    """A day on which a command ran."""
+
+    @classmethod
+    def today(cls) -> date:
+        return date(2020, 2, 2)
+
+
+def test_the_day_of_a_store_holds_tomorrow(tmp_path, chat, monkeypatch):
     target = with_template(tmp_path / "target", DATED)
     lines = [talk("What?", "A thing.")]
-    run(tmp_path, lines, target=target, date="2020-02-02")
+    with monkeypatch.context() as then:
+        then.setattr(template, "Date", LongAgo)
+        run(tmp_path, lines, target=target)
     store = TokenStore.open(tmp_path / "store")
     assert store.meta["rendering"]["date"] == "2020-02-02"
     assert texts(store, chat)[0].startswith("Today is 2020-02-02\n")
@@ -201,6 +274,17 @@ def test_the_day_of_a_store_holds_tomorrow(tmp_path, chat):
     with pytest.raises(InputError, match="template"):
         run(tmp_path, lines, target=target, overwrite=False, date="2020-02-03")
     run(tmp_path, [*lines, *lines], target=target)  # another store is of today
+    assert TokenStore.open(tmp_path / "store").meta["rendering"]["date"] > "2020-02-02"
+
+
+def test_a_day_that_was_asked_for_is_not_kept_when_it_is_no_more(tmp_path):
+    target = with_template(tmp_path / "target", DATED)
+    lines = [talk("What?", "A thing.")]
+    run(tmp_path, lines, target=target, date="2020-02-02")
+    assert run(tmp_path, lines, target=target, overwrite=False, date="2020-02-02")["reused"]
+    with pytest.raises(InputError, match="differs in the target's tokenizer or chat template"):
+        run(tmp_path, lines, target=target, overwrite=False)
+    run(tmp_path, lines, target=target)
     assert TokenStore.open(tmp_path / "store").meta["rendering"]["date"] > "2020-02-02"
 
 
@@ -214,8 +298,9 @@ def test_what_was_started_yesterday_keeps_its_day(tmp_path, monkeypatch):
 
     with monkeypatch.context() as broken:
         broken.setattr(prepare_module, "write_audit", full)
+        broken.setattr(template, "Date", LongAgo)
         with pytest.raises(InputError, match=r"No space left.*goes on"):
-            run(tmp_path, lines, target=target, date="2020-02-02")
+            run(tmp_path, lines, target=target)
     partial = StorePlace(tmp_path / "store").partial
     (path,) = partial.glob("*/*.npz")
     assert not (tmp_path / "store").exists()
@@ -269,6 +354,22 @@ def test_duplicates_are_counted_and_dropped_on_request(tmp_path, chat):
     assert "A thing." in first and "A reason." in second
 
 
+def test_what_a_weight_repeats_is_no_duplicate(tmp_path):
+    lines = [talk(f"What is {i}?", "A thing.") for i in range(700)] + [
+        talk("What is 3?", "A thing.")
+    ]
+    file = write(tmp_path / "rows.jsonl", lines)  # in several units: some rows lie in two
+    for workers in (1, 2):
+        data = DataConfig(deduplicate=True, max_rejected=0, workers=workers)
+        summary = prepare([f"{file},weight=3"], TARGET, tmp_path / f"{workers}", data)
+        assert summary["source_rows"] == 3 * 701 and summary["kept"] == 3 * 700
+        assert summary["duplicates"] == 3 and summary["rejected"] == {splice.DUPLICATE: 3}
+    # The same file as another source is another copy of it, also where its one row follows itself.
+    file = write(tmp_path / "row.jsonl", lines[:1])
+    twice = prepare([file, file], TARGET, tmp_path / "twice", DataConfig())
+    assert (twice["kept"], twice["duplicates"]) == (2, 1)
+
+
 def test_a_share_for_validation_never_shares_an_opening(tmp_path, chat):
     lines = [talk(f"What is {i % 200}?", f"It is thing {i}.") for i in range(600)]
     summary = run(tmp_path, lines, validation=0.2)
@@ -288,6 +389,20 @@ def test_a_share_for_validation_never_shares_an_opening(tmp_path, chat):
     assert summary["validation"]["tokens"] == int(held_out.lengths.sum())
     with pytest.raises(InputError, match=r"data\.validation=0\.001: no opening"):
         run(tmp_path, lines[:20], validation=0.001)
+
+
+def test_what_is_wrong_with_the_validation_store_is_said(tmp_path, capsys):
+    held = write(
+        tmp_path / "held.jsonl", [talk(f"Who is {i}?", "I. " * 50) for i in range(9)] + ["{"]
+    )
+    lines = [talk(f"What is {i}?", "A thing.") for i in range(20)]
+    options = {"validation": str(held), "max_rejected": 0.1, "max_length": 40}
+    for overwrite in (True, False):  # made, and reused
+        summary = run(tmp_path, lines, overwrite=overwrite, **options)
+        said = "warning: validation store: 9 of 9 rows are cut: raise data.max_length\n"
+        assert said in capsys.readouterr().err and not summary["warnings"]
+        table = format_summary(summary).split("validation store", 1)[1]
+        assert "  rejected" in table and f"{messages.NOT_JSON}" in table and f"{held}:10" in table
 
 
 def test_validation_sources_are_never_trained_on(tmp_path, chat):
@@ -329,11 +444,13 @@ def test_what_was_left_beside_a_finished_store_is_cleared(tmp_path):
 
 def test_places_that_are_refused(tmp_path):
     file = write(tmp_path / "rows.jsonl", [talk("What?", "A thing.")])
-    with pytest.raises(InputError, match="lies in the source folder"):
-        prepare([tmp_path], TARGET, tmp_path / "store", DataConfig())
+    for source in (tmp_path, f"{tmp_path}/*"):
+        with pytest.raises(InputError, match="would be read as part of"):
+            prepare([source], TARGET, tmp_path / "store", DataConfig())
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("")
-    for out in (tmp_path / "precious", file):
+    (tmp_path / "note.txt").write_text("")
+    for out in (tmp_path / "precious", tmp_path / "note.txt"):
         with pytest.raises(InputError, match="not a token store"):
             prepare([file], TARGET, out, DataConfig(), overwrite=True)
     with pytest.raises(InputError, match="name a folder"):
@@ -342,6 +459,24 @@ def test_places_that_are_refused(tmp_path):
         writer.add(np.array([1, 2]), np.array([1, 1]))
     with pytest.raises(InputError, match="differs in"):
         prepare([file], TARGET, tmp_path / "other", DataConfig())
+
+
+def test_a_place_that_cannot_be_promises_nothing(tmp_path, monkeypatch):
+    file = write(tmp_path / "rows.jsonl", [talk("What?", "A thing.")])
+    (tmp_path / "taken").write_text("")
+    for out in (tmp_path / "taken" / "store", tmp_path / ("long" * 100)):
+        with pytest.raises(InputError) as refused:
+            prepare([file], TARGET, out, DataConfig())
+        assert str(refused.value).startswith(f"{out}: [Errno") and "goes on" not in str(
+            refused.value
+        )
+
+    def away(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(prepare_module, "write_audit", away)
+    with pytest.raises(InputError, match="the same command goes on"):
+        prepare([file], TARGET, tmp_path / "store", DataConfig())
 
 
 def test_a_damaged_source_leaves_nothing(tmp_path):

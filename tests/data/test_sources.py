@@ -15,9 +15,9 @@ import zstandard
 from spelled import spelled_rows
 
 from dflashdist.config import InputError
-from dflashdist.data import readers, units
-from dflashdist.data.conversations import parse_row
-from dflashdist.data.locate import Dataset
+from dflashdist.data import messages, readers, units
+from dflashdist.data.conversations import RowError, parse_prompt, parse_row
+from dflashdist.data.locate import Dataset, refuse_inside
 from dflashdist.data.sources import Source, Sources, parse_source
 
 ROWS = [
@@ -62,6 +62,7 @@ def zstd(content: bytes) -> bytes:
         ("a.jsonl", b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n\r\n"), ":1"),
         ("a.jsonl", b"\n \r\n" + LINES, ":3"),
         ("a.JSON", LINES, ":1"),
+        ("a.ndjson", LINES, ":1"),
         ("a.json", json.dumps(ROWS).encode(), "[0]"),
         ("a.json", b"\xef\xbb\xbf\r\n " + json.dumps(ROWS, indent=2).encode() + b"\n\n", "[0]"),
         ("a.json", json.dumps(ROWS).encode()[:-1] + b", \n]", "[0]"),
@@ -86,6 +87,13 @@ def test_one_object_and_no_row_at_all(tmp_path):
         assert decoded(Sources([one])) == ROWS[:1]
     for content in (b"", b"\n \n", b"[]", b" [ ] \n", b"\xef\xbb\xbf"):
         assert decoded(Sources([write(tmp_path / "none.json", content)])) == []
+
+
+def test_objects_in_one_line_are_read_one_by_one(tmp_path):
+    joined = LINES.replace(b"\n", b"")
+    for content in (joined, joined + b"\n" + LINES, joined + b'{\n"a": 1}'):
+        rows = decoded(Sources([write(tmp_path / "a.json", content)]))
+        assert rows[: len(ROWS)] == ROWS and len(rows) > 4
 
 
 def test_a_bad_value_spoils_no_other(tmp_path):
@@ -125,6 +133,7 @@ def test_a_row_of_many_megabytes(tmp_path):
         ("a.jsonl.zst", LINES, r"a.jsonl.zst:1: cannot be read"),
         ("a.json", json.dumps(ROWS).encode()[:-9], r"a.json\[4\]: .*within a value"),
         ("a.json", b'{\n "a": [', r"a.json\[0\]: .*within a value"),
+        ("a.json", LINES + b'{"a":\n 1}\n', r"a.json:6: .*does not end in its line"),
         ("a.json", b"[{}] x", r"a.json\[1\]: .*something follows"),
         ("a.parquet", b"PAR1 and no more", r"a.parquet: cannot be read"),
     ],
@@ -172,11 +181,131 @@ def test_json_columns_of_arrow_are_decoded(tmp_path):
     texts = pa.array(['"q"', '[{"type": "text", "text": "a"}]'])
     content = pa.ExtensionArray.from_storage(pa.json_(), texts)
     roles = pa.array(["user", "assistant"])
-    messages = pa.StructArray.from_arrays([roles, content], ["role", "content"])
-    table = pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, 2]), messages)})
+    turns = pa.StructArray.from_arrays([roles, content], ["role", "content"])
+    table = pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, 2]), turns)})
     pq.write_table(table, tmp_path / "a.parquet")
     [(origin, row)] = Sources([tmp_path / "a.parquet"]).rows()
     assert [message["content"] for message in parse_row(origin, row).messages] == ["q", "a"]
+
+
+def refused(row: tuple) -> str | None:
+    """Why a row is rejected, if it is."""
+    try:
+        parse_row(*row)
+    except RowError as error:
+        return str(error)
+    return None
+
+
+def texts(values: list[bytes]) -> pa.Array:
+    """An Arrow column of text that need not be UTF-8."""
+    return pa.Array.from_buffers(pa.string(), len(values), pa.array(values).buffers())
+
+
+def reasons(path: Path, columns: dict[str, pa.Array]) -> list[str | None]:
+    pq.write_table(pa.table(columns), path)
+    rows = list(Sources([path]).rows())
+    assert [origin for origin, _ in rows] == [f"{path}[{i}]" for i in range(len(rows))]
+    return [refused(row) for row in rows]
+
+
+def test_a_bad_cell_costs_its_row_and_only_where_it_is_used(tmp_path):
+    good = [json.dumps(row["messages"]).encode() for row in ROWS]
+    bad = [*good[:2], b'[{"role": "user", "content": "\xff"}]', *good[3:]]
+    path, fine = tmp_path / "a.parquet", [None] * 5
+    one = [None, None, messages.NOT_UTF8, None, None]
+    assert reasons(path, {"messages": texts(bad)}) == one
+    assert reasons(path, {"messages": texts(bad).dictionary_encode()}) == one
+    assert reasons(path, {"prompt": texts([b"q"] * 5), "completion": texts(bad)}) == one
+    assert reasons(path, {"messages": texts(good), "text": texts(bad)}) == fine
+    moments = pa.array([2**62, 0, 1, 2, 3], pa.timestamp("us"))
+    nowhere = pa.array([0] * 5, pa.timestamp("us", tz="No/Where"))
+    columns = {"messages": texts(good), "at": moments, "there": nowhere}
+    assert reasons(path, columns) == fine
+    asked = texts([b"q"] * 5)
+    assert reasons(path, {"prompt": asked, "completion": moments}) == [
+        messages.NOT_PLAIN, *[messages.TYPED] * 4,
+    ]  # fmt: skip
+    turns = pa.StructArray.from_arrays(
+        [pa.array(["user", "assistant"] * 2), texts([b"q", b"a", b"q", b"\xff"])],
+        ["role", "content"],
+    )
+    nested = pa.ListArray.from_arrays(pa.array([0, 2, 4]), turns)
+    assert reasons(path, {"messages": nested}) == [None, messages.NOT_UTF8]
+
+
+def json_column(values: list[bytes]) -> pa.Array:
+    if not hasattr(pa, "json_"):
+        pytest.skip("this pyarrow has no JSON type")
+    return pa.ExtensionArray.from_storage(pa.json_(), texts(values))
+
+
+def test_bad_json_in_a_json_column(tmp_path):
+    good = json.dumps(ROWS[0]["messages"]).encode()
+    columns = {"messages": json_column([good, b"{oops", b'["\xff"]', good])}
+    assert reasons(tmp_path / "a.parquet", columns) == [
+        None, messages.NOT_JSON, messages.NOT_UTF8, None,
+    ]  # fmt: skip
+
+
+def test_nulls_in_json_columns_are_values(tmp_path):
+    call = {"name": "f", "arguments": {"a": None, "b": [{"c": None}]}}
+    row = {"messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": call}]},
+    ]}  # fmt: skip
+    [line] = Sources([write(tmp_path / "a.jsonl", json.dumps(row).encode())]).rows()
+    column = json_column([json.dumps(row["messages"]).encode()])
+    pq.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
+    [cell] = Sources([tmp_path / "a.parquet"]).rows()
+    read = parse_prompt(*cell)
+    assert read.messages == parse_prompt(*line).messages
+    assert read.messages[1]["tool_calls"][0]["function"] == call
+
+
+def test_other_data_in_a_folder_is_named(tmp_path, capsys):
+    write(tmp_path / "a" / "z.jsonl", LINES)
+    for stray in ("README.txt", "LICENSE.txt", ".hidden.csv", "a/x.py", "dataset_infos.json"):
+        write(tmp_path / stray, b"stray")
+    for source in (tmp_path / "a", f"{tmp_path}/a/*.jsonl"):
+        Sources([source])
+        assert not capsys.readouterr().err
+    others = [write(tmp_path / name, b"") for name in ("b.csv", "c.jsonl.xz", "d.arrow", "e.txt")]
+    for source in (f"{tmp_path}/*", tmp_path / "a" / ".."):
+        Sources([source])
+        told = capsys.readouterr().err
+        assert "warning" in told and told.count("\n") == 1 and "and 1 more" in told
+        assert all(other.name in told for other in others[:3])
+        assert not any(stray in told for stray in ("README", "LICENSE", "hidden", "x.py"))
+
+
+def test_what_a_source_would_read_is_no_place_to_write(tmp_path):
+    write(tmp_path / "in" / "deep" / "a.jsonl", LINES)
+    write(tmp_path / "in" / "x1.jsonl", LINES)
+    write(tmp_path / "in" / "x[1].jsonl", LINES)
+    os.symlink(tmp_path / "in", tmp_path / "link")
+    for source, out, reads in (
+        ("in", "in/new.jsonl", True),
+        ("link", "in/deep/new.jsonl", True),
+        ("in", "link/new.jsonl", True),
+        ("in", "inside.jsonl", False),
+        ("in/x1.jsonl", "in/x1.jsonl", True),
+        ("in/x[1].jsonl", "in/x1.jsonl", False),
+        ("link/*.jsonl", "in/new.jsonl", True),
+        ("in/*", "in/deep/new.jsonl", True),
+        ("in/*.jsonl", "in/deep/new.jsonl", False),
+        ("in/**/*.jsonl", "in/new.jsonl", True),
+        ("in/**/*.jsonl", "in/deep/more/new.jsonl", True),
+        ("i?/**", "in/deep/new.jsonl", True),
+        ("in/**/*.json", "in/deep/new.jsonl", False),
+    ):
+        place = tmp_path / out
+        try:
+            refuse_inside(place, [place], [Source(f"{tmp_path}/{source}")])
+        except InputError as error:
+            assert reads and "would be read as part of" in str(error), (source, out)
+        else:
+            assert not reads, (source, out)
 
 
 def test_folders_and_globs(tmp_path, monkeypatch):
@@ -225,6 +354,9 @@ def test_how_sources_are_written(tmp_path):
     assert parse_source(f"{file},cap=2") == Source(file, cap=2)
     text = "org/name,split=train[:10%],cap=1000,weight=0.5,revision=r,streaming=true"
     assert parse_source(text) == Source("org/name", "train[:10%]", "r", 1000, 0.5, True)
+    for path in ("h/date=2024/*.jsonl", "h/a=1,date=2024/*.jsonl", f"{file[:-6]}*,b=1/*.jsonl"):
+        assert parse_source(path) == Source(path)
+        assert parse_source(f"{path},cap=2") == Source(path, cap=2)
     assert parse_source("gone, really.jsonl").path == "gone, really.jsonl"
     for wrong, words in {
         "x,caps=3": "nearest known option: 'cap'",
@@ -358,6 +490,10 @@ def test_folders_that_datasets_loads(saved, tmp_path):
     assert decoded(stream) == ROWS and stream.max_rows is None
     assert stream.describe()[0]["fingerprint"] is None
     assert Sources([f"{source},streaming=true,cap=2"]).max_rows == 2
+    told = write(tmp_path / "dates" / "train.jsonl", b'{"prompt": "q", "completion": "2024-01-01"}')
+    for options in ("", ",streaming=true"):
+        [row] = Sources([f"{told.parent},split=train{options}"]).rows()
+        assert refused(row) == messages.TYPED
     with pytest.raises(InputError, match="a folder has no revisions"):
         Sources([f"{source},revision=main"])
     with pytest.raises(InputError, match="the data set cannot be read"):

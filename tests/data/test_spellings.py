@@ -74,7 +74,15 @@ def test_what_is_reasoning():
     for content, expected in [
         ("<think>r</think>a", ("a", "r")),
         (" \n<think>\n r \n</think>\n\n  a\n", ("  a\n", "r")),
-        ("r</think>\n\na", ("a", "r")),
+        ("r\n</think>\n\na", ("a", "r")),
+        ("r\r\n</think> \r\na", ("a", "r")),
+        ("the </think> tag\n </think>\na", ("a", "the </think> tag")),
+        (" </think>\n\na", ("a", None)),
+        # An answer may speak of the tag.
+        ("The </think> token ends it.", ("The </think> token ends it.", None)),
+        ("r</think>\n\na", ("r</think>\n\na", None)),
+        ("a </think>", ("a </think>", None)),
+        ("say <think>r\n</think>\na", ("say <think>r\n</think>\na", None)),
         ("<think>\n\n</think>\n\na", ("a", None)),
         ("<think>r a", ("<think>r a", None)),
         ("say <think>r</think>a", ("say <think>r</think>a", None)),
@@ -144,6 +152,41 @@ def test_pairs():
         user("x"), assistant("c", reasoning="r"),
     ]  # fmt: skip
     assert parse_prompt("f:1", {"prompt": "q"}).messages == [user("q")]
+    assert pair(instruction="a", context="b", response="c") == both
+    assert pair(instruction="a", context="b", input="", response="c") == both
+    assert pair(instruction="", input="a\nb", context="", response="c") == both
+    fields = {"answer": "context"}  # a column that is mapped has no other meaning
+    assert parse_row("f:1", {"prompt": "a\nb", "context": "c"}, "auto", fields).messages == both
+
+
+@pytest.mark.parametrize("name", m.REASONING_KEYS)
+def test_reasoning_beside_a_pair_is_that_of_its_answer(name):
+    for answer in ("a", [A], "<think>r</think>a", [json.dumps(A)]):
+        row = {"prompt": "q", "completion": answer, name: " r\n", "history": [["x", "y"]]}
+        before, turns = [user("x"), assistant("y")], [Q, assistant("a", reasoning="r")]
+        assert parse_row("f:1", row).messages == before + turns
+    two = [assistant("", tool_calls=[CALL]), {"role": "tool", "content": "r"}, A]
+    row = parse_row("f:1", {"prompt": "q", "completion": two, name: "r"})
+    assert [message.get("reasoning") for message in row.messages] == [None, None, None, "r"]
+    assert parse_row("f:1", {"prompt": "q", "completion": "a", name: ""}).messages == [Q, A]
+
+
+def test_tools_have_the_order_in_which_servers_write_them():
+    shuffled = {
+        "function": {
+            "strict": True, "parameters": {"type": "object", "properties": {}}, "name": "f",
+            "description": "d",
+        },
+        "extra": 1,
+    }  # fmt: skip
+    for tool in (shuffled, shuffled | {"type": "function"}):
+        (read,) = parsed(Q, A, tools=[tool]).tools
+        assert list(read) == ["type", "function", "extra"] and read["type"] == "function"
+        assert list(read["function"]) == ["name", "description", "parameters", "strict"]
+        assert list(read["function"]["parameters"]) == ["type", "properties"]
+    (bare,) = parsed(Q, A, tools=[shuffled["function"]]).tools
+    assert list(bare) == ["type", "function"]
+    assert list(bare["function"]) == ["name", "description", "parameters", "strict"]
 
 
 def test_fields_give_columns_their_meaning():
@@ -205,16 +248,21 @@ REFUSED = [
     (m.BAD_WEIGHT, {"messages": [Q, assistant("a", weight=0.5)]}),
     (m.NOT_TEXT, {"messages": [Q, {"role": "assistant", "content": None}]}),
     (m.NOT_TEXT, {"messages": [Q, {"role": "assistant", "content": {"text": "a"}}]}),
-    (m.NOT_TEXT, {"messages": [{"role": "user", "content": 3}, A]}),
+    (m.TYPED, {"messages": [{"role": "user", "content": 3}, A]}),
     (m.NOT_TEXT, {"messages": [Q, {"role": "assistant", "content": [{"type": "text"}]}]}),
     (m.NOT_TEXT, {"messages": [Q, assistant("a", reasoning=["r"])]}),
-    (m.NOT_TEXT, {"prompt": "q", "completion": 4}),
-    (m.NOT_TEXT, {"text": 4}),
+    (m.TYPED, {"prompt": "q", "completion": 4}),
+    (m.TYPED, {"text": 4}),
     (m.MEDIA, {"messages": [{"role": "user", "content": [IMAGE]}, A]}),
     (m.MEDIA, {"messages": [Q, {"role": "tool", "content": [IMAGE]}, A]}),
     (m.MEDIA, {"messages": [Q | {"images": ["x.png"]}, A]}),
     (m.MEDIA, {"messages": [Q, A], "images": [{"bytes": "x"}]}),
     (m.TWO_REASONINGS, {"messages": [Q, assistant("<think>r</think>a", reasoning="s")]}),
+    (m.TWO_REASONINGS, {"prompt": "q", "completion": "<think>r</think>a", "reasoning": "s"}),
+    (m.TWO_REASONINGS, {"prompt": "q", "completion": "a", "reasoning": "s", "thinking": "r"}),
+    (m.NOT_TEXT, {"prompt": "q", "completion": "a", "reasoning": ["s"]}),
+    (m.NOT_TEXT, {"prompt": "q", "completion": "a", "context": {"a": "s"}}),
+    (m.TWO_INPUTS, {"prompt": "q", "completion": "a", "input": "b", "context": "c"}),
     (m.TWO_SYSTEMS, {"messages": [{"role": "system", "content": "a"}, Q, A], "system": "b"}),
     (m.BAD_HISTORY, {"prompt": "q", "completion": "a", "history": [["q"]]}),
     (m.BAD_TOOL_CALL, {"messages": [Q, assistant("", tool_calls=[{"id": "x"}])]}),

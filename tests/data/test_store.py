@@ -59,6 +59,16 @@ def test_fingerprint_is_of_content_and_settings_not_of_the_place(tmp_path):
     assert len({first, *(store.fingerprint for store in changed)}) == 5
 
 
+def test_notes_are_kept_and_not_hashed(tmp_path):
+    first = write(tmp_path / "a")
+    with TokenStoreWriter(tmp_path / "b", SETTINGS) as writer:
+        for ids, mask in ROWS:
+            writer.add(ids, mask)
+        writer.notes = {"target": "somewhere"}
+    noted = TokenStore.open(tmp_path / "b")
+    assert noted.meta["target"] == "somewhere" and noted.fingerprint == first.fingerprint
+
+
 def test_rows_are_the_same_in_several_shards_and_in_one(tmp_path, monkeypatch):
     whole = write(tmp_path / "whole", ROWS * 3)
     monkeypatch.setattr(shards, "SHARD_TOKENS", 22)

@@ -34,6 +34,20 @@ def test_a_template_gets_reasoning_under_every_name_or_inline():
     assert "supervised" not in made(BODY).inputs(TALK, None)[1]
 
 
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+def test_settings_do_not_hide_that_a_template_has_a_reasoning_field(name):
+    shown = "{% if m.reasoning_content and " + name + " %}{{ m.reasoning_content }}|{% endif %}"
+    source = BODY.replace("{{ m.content }}", shown + "{{ m.content }}")
+    for settings, expected in (({}, "So."), ({name: False}, "So."), ({name: True}, "Hm.|So.")):
+        assert rendered(made(source, **settings)).endswith(f"assistant:{expected};")
+    by_default = source.replace("and " + name, "and " + name + " | default(true)")
+    assert rendered(made(by_default, **{name: False})).endswith("assistant:So.;")
+    spoken = source.replace("and " + name, "and not no_thinking")
+    assert rendered(made(spoken, no_thinking=True)).endswith("assistant:So.;")
+    chosen = source.replace(name, "mode == 'deep'")  # a setting that nothing but the user knows
+    assert rendered(made(chosen, mode="deep")).endswith("assistant:Hm.|So.;")
+
+
 def test_tools_take_the_template_made_for_them():
     template = made({"default": BODY, "tool_use": "{{ tools | tojson }}", "rag": "{% no"})
     assert rendered(template) != rendered(template, tools=[{"a": "<é>"}]) == '[{"a": "<é>"}]'

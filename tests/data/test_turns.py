@@ -131,6 +131,16 @@ def test_answers_that_cannot_be_supervised(tmp_path, message, reason):
         supervised(chat_of(tmp_path, PLAIN), [ASKED, {"role": "assistant", **message}])
 
 
+def test_reasoning_that_a_setting_turns_off_is_refused(tmp_path):
+    thought = "{% if enable_thinking and m.reasoning_content %}{{ m.reasoning_content }}{% endif %}"
+    source = HEAD + thought + "{{ m.content + '<|im_end|>\n' }}" + TAIL
+    talk = [ASKED, SAID | {"reasoning": "Hm."}]
+    with pytest.raises(RowError, match=module.REASONING_LOST):
+        supervised(chat_of(tmp_path, source, settings={"enable_thinking": False}), talk)
+    on = chat_of(tmp_path, source, settings={"enable_thinking": True})
+    assert supervised(on, talk) == [["Hm.So.<|im_end|>"]]
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

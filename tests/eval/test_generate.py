@@ -140,6 +140,32 @@ def test_answers_are_trained_on_as_the_tokens_they_were_written_in(tmp_path, mod
     assert len(failed_path(out).read_text().splitlines()) == 12 - len(expected)
 
 
+def test_settings_of_local_answers_stand_in_their_file(tmp_path):
+    """Of the template's settings too; the day only where it is named: tomorrow goes on."""
+    template = tmp_path / "dated.jinja"
+    text = (DEMO / "chat_template.jinja").read_text()
+    template.write_text("{%- set today = strftime_now('%d %b %Y') -%}" + text)
+    source, out = tmp_path / "in.jsonl", tmp_path / "made" / "out.jsonl"
+    out.parent.mkdir()
+    source.write_text(json.dumps({"messages": [user(QUESTIONS[1])]}) + "\n")
+
+    def ask(**settings):
+        return regenerate_locally(
+            [source], out, target=str(DEMO), batch_size=1, max_tokens=NEW, device="cpu",
+            template=str(template), **settings,
+        )  # fmt: skip
+
+    assert ask()["succeeded"] == 1
+    assert "date" not in json.loads(out.read_text())["settings"]
+    with pytest.raises(InputError, match='date: no such setting there, "2024-01-02" now'):
+        ask(date="2024-01-02")
+    with pytest.raises(InputError, match=r"template_settings\.brief: no such setting there, true"):
+        ask(template_settings={"brief": True})
+    out.unlink()
+    assert ask(date="2024-01-02")["succeeded"] == 1
+    assert json.loads(out.read_text())["settings"]["date"] == "2024-01-02"
+
+
 def test_the_shipped_conversations_come_out_again(tmp_path, model, chat):
     """The next question follows the model's own answer: these were made like that."""
     with gzip.open(DEMO.parent / "train.jsonl.gz", "rt") as lines:

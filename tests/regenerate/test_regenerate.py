@@ -16,7 +16,13 @@ from dflashdist.config import InputError
 from dflashdist.data.conversations import parse_prompt, parse_row
 from dflashdist.regenerate import run as module
 from dflashdist.regenerate.journal import Journal
-from dflashdist.regenerate.run import failed_path, format_counts, regenerate
+from dflashdist.regenerate.run import (
+    difference,
+    failed_path,
+    format_counts,
+    refuse_ignored,
+    regenerate,
+)
 from dflashdist.regenerate.server import ServerAnswerer, regenerate_by_server
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -592,7 +598,7 @@ def test_out_is_none_of_the_sources(server, tmp_path):
         (tmp_path, tmp_path / "out.jsonl"),
         (f"{tmp_path}/*.jsonl", tmp_path / "out.jsonl"),
     ):
-        with pytest.raises(InputError, match="name a file elsewhere"):
+        with pytest.raises(InputError, match="would be read as part of"):
             ask(server, str(sources), out)
     assert rows_of(source) == [{"messages": [user("q0")]}]
     with pytest.raises(InputError, match=r"ends in \.jsonl"):
@@ -609,6 +615,56 @@ def test_two_models_never_share_a_file(server, tmp_path, out):
         regenerate([source], out, other, concurrency=1)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"temperature": 0.7}, "temperature: 0.0 there, 0.7 now"),
+        ({"max_tokens": 99}, r"max_tokens: 2048 there, 99 now \(it may only grow\)"),
+        ({"extra": {}}, "extra.kwargs.think: false there, no such setting now"),
+        ({"extra": {"kwargs": {"think": True}}}, "extra.kwargs.think: false there, true now"),
+        (
+            {"extra": {"kwargs": {"think": False}, "top_p": 0.9}},
+            "extra.top_p: no such setting there, 0.9 now",
+        ),
+    ],
+)
+def test_two_settings_never_share_a_file(server, tmp_path, out, change, told):
+    settings: dict = {"extra": {"kwargs": {"think": False}}}
+    source = write(tmp_path / "in.jsonl", questions(3))
+    assert numbers(ask(server, source, out, limit=2, **settings)) == [2, 2, 0, 0, 0]
+    before = out.read_bytes()
+    with pytest.raises(InputError, match=rf"answers\.jsonl:1: made with other settings \({told}\)"):
+        ask(server, source, out, **(settings | change))
+    assert sorted(server.seen) == ["q0", "q1"] and out.read_bytes() == before
+    # How it is asked does not matter, and longer answers may come to those that were finished.
+    counts = ask(server, source, out, stream=False, concurrency=1, max_tokens=9000, **settings)
+    assert numbers(counts) == [3, 1, 0, 0, 2]
+    assert [row["settings"]["max_tokens"] for row in rows_of(out)] == [2048, 2048, 9000]
+    with pytest.raises(InputError, match=r"answers\.jsonl:3: .*max_tokens: 9000 there, 2048 now"):
+        ask(server, source, out, **settings)
+
+
+def test_answers_of_other_settings_are_not_gone_on_with(server, tmp_path, out):
+    source = write(tmp_path / "in.jsonl", [[user("a"), assistant("x"), user("b")]])
+    server.troubles["b"] = [500] * 6
+    ask(server, source, out)
+    ask(server, source, out, max_tokens=4096)
+    assert Counter(server.seen) == {"a": 1, "b": 6}  # nothing stands in OUT: all settings will do
+    assert numbers(ask(server, source, out, temperature=0.7)) == [1, 1, 0, 0, 0]
+    assert Counter(server.seen) == {"a": 2, "b": 7}
+
+
+def test_a_setting_that_is_null_is_none():
+    assert difference({"extra": {"top_k": None}}, {"extra": {}}) is None
+    assert difference({"temperature": 0}, {"temperature": 0.0}) is None
+
+
+def test_options_that_are_ignored_are_refused():
+    refuse_ignored("--local", {"--model": None, "--extra": None})
+    with pytest.raises(InputError, match=r"^--model, --no-stream: nothing that --local uses"):
+        refuse_ignored("--local", {"--model": "m", "--extra": None, "--no-stream": False})
+
+
 def test_progress_is_told_in_lines_without_a_terminal(server, tmp_path, out, capsys, monkeypatch):
     monkeypatch.setattr(module, "LINE_SECONDS", 0.01)
     ask(server, write(tmp_path / "in.jsonl", questions(60)), out, concurrency=1)
@@ -617,18 +673,19 @@ def test_progress_is_told_in_lines_without_a_terminal(server, tmp_path, out, cap
 
 
 KEYS = [bytes([i]) * 16 for i in range(4)]
+SETTINGS = {"max_tokens": 8, "extra": {"stop": '"}, "source', "t": 0.1}}
 
 
 def test_journal_reads_back_what_was_whole(tmp_path):
     path = tmp_path / "j.jsonl"
-    journal = Journal(path, 'a "model"')
+    journal = Journal(path, 'a "model"', SETTINGS)
     for i, key in enumerate([*KEYS, KEYS[1]]):
         journal.append(key, {"i": i, "text": "ü\u2028"})
     journal.close()
     whole = path.read_bytes()
     for cut in range(len(whole)):  # torn at any byte
         path.write_bytes(whole[:cut])
-        journal = Journal(path, 'a "model"')
+        journal = Journal(path, 'a "model"', SETTINGS)
         lines = whole[:cut].count(b"\n") + (whole[cut : cut + 1] == b"\n")
         assert set(journal.offsets) == set(KEYS[:lines])
         assert path.read_bytes() == b"".join(whole.splitlines(True)[:lines])
@@ -636,13 +693,13 @@ def test_journal_reads_back_what_was_whole(tmp_path):
         assert journal.row(KEYS[3])["i"] == 9
         journal.close()
     path.write_bytes(whole)
-    journal = Journal(path, 'a "model"')
+    journal = Journal(path, 'a "model"', SETTINGS)
     assert [(key, row["i"]) for key, row in journal.rows()] == [
         (KEYS[0], 0), (KEYS[2], 2), (KEYS[3], 3), (KEYS[1], 4)
     ]  # fmt: skip
     journal.keep([KEYS[1], KEYS[2]])
     assert [row["i"] for row in rows_of_journal(path)] == [2, 4]
-    Journal(path, 'a "model"').keep([])
+    Journal(path, 'a "model"', SETTINGS).keep([])
     assert not path.exists()
 
 
@@ -655,27 +712,29 @@ def rows_of_journal(path):
     [
         '{"messages": []}\n', '[\n', '[{"key": 1}]', '{"key": "zz", "model": "m"}\n', "text",
         '{"key": "' + "0" * 32 + '", "model": "m", "a\n',
+        '{"key": "' + "0" * 32 + '", "model": "m", "messages": []}\n',
+        '{"key": "' + "0" * 32 + '", "model": "m", "settings": 3, "messages": []}\n',
     ],
 )  # fmt: skip
 def test_journal_leaves_foreign_files_alone(tmp_path, content):
     path = tmp_path / "j.jsonl"
     path.write_text(content)
     with pytest.raises(InputError, match="1: not a row that `dflashdist regenerate` wrote"):
-        Journal(path, "m")
+        Journal(path, "m", {})
     assert path.read_text() == content
 
 
 def test_journal_is_one_processes_at_a_time(tmp_path):
-    journal = Journal(tmp_path / "j.jsonl", "m")
+    journal = Journal(tmp_path / "j.jsonl", "m", {})
     with pytest.raises(InputError, match="another process"):
-        Journal(tmp_path / "j.jsonl", "m")
+        Journal(tmp_path / "j.jsonl", "m", {})
     journal.close()
-    Journal(tmp_path / "j.jsonl", "m").close()
+    Journal(tmp_path / "j.jsonl", "m", {}).close()
 
 
 def test_journal_takes_back_a_row_that_does_not_fit(tmp_path):
     path = tmp_path / "j.jsonl"
-    journal = Journal(path, "m")
+    journal = Journal(path, "m", {})
     journal.append(KEYS[0], {"a": 1})
     before = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -26,14 +26,14 @@ def blueprint(target, tiny_overrides, tmp_path):
     def build(template: str | None) -> Blueprint:
         chat = ChatTokenizer.load(target, template=template)
         settings = {
-            "target": str(target), "tokenizer_fingerprint": chat.tokenizer_fingerprint,
+            "tokenizer_fingerprint": chat.tokenizer_fingerprint,
             "tokenizer_length": chat.length, "vocab_size": chat.vocab_size, "pad_id": chat.pad_id,
             "max_length": 200, "min_supervised": 2, "rendering": chat.rendering,
         }  # fmt: skip
         with TokenStoreWriter(tmp_path / "own", settings, overwrite=True) as writer:
             for _ in range(40):
                 writer.add(np.arange(3, 23, dtype=np.int32), np.ones(20, dtype=np.uint8))
-            writer.audit = {}
+            writer.notes = {"target": str(target), "template": chat.rendering["template"]}
         chosen = [f"data.store={tmp_path / 'own'}", f"target.path={target}"]
         return Blueprint(load_config(None, [*tiny_overrides, *chosen]), Place())
 
