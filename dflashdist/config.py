@@ -5,9 +5,7 @@ An unknown key, a wrong type or an impossible value is an `InputError` naming ke
 """
 
 import difflib
-import math
 from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -117,24 +115,46 @@ class DrafterConfig:
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    init: str = "fan_in"  # fan_in: normal, std 1/sqrt(fan_in) | published: normal, std 0.02
+    init: str = "fan_in"  # std 1/sqrt(fan_in) | published: std 0.02 | target_layers
+    init_from: str | None = None  # a checkpoint or a published drafter's folder to fine-tune
+    variant: str = "dflash"  # dflash | dflash2: convolutions and selector | dspark: Markov head
+    layer_types: list[str] | None = None  # full_attention | sliding_attention, each layer
+    sliding_window: int | None = None  # tokens; layer_types null: all but the last slide
+    causal: bool = False  # slots of a block see no later slot (JetSpec)
+    conv_kernel_size: int = 2  # dflash2
+    conv_group_size: int = 16  # dflash2
+    selector_rank: int = 256  # dflash2
+    selector_top_k: int = 16  # dflash2
+    markov_rank: int = 256  # dspark
+    confidence_head: bool = True  # dspark
 
 
 @dataclass
 class LossConfig:
-    """The training objective (DFlash, section 4.2)."""
+    """The training objective: DFlash, section 4.2, and what followed it."""
 
-    decay: bool = True  # weights exp(-(k-1)/gamma); false = uniform
+    # Name: coefficient. ce: the data's tokens; the others against the target's distribution: hard
+    # (its arg max), kl, reverse_kl, tv (half the L1 distance).
+    terms: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
+    weights: str = "decay"  # decay: exp(-(k-1)/gamma) | uniform | dpace: 2605.18810
     gamma: float | None = None  # null = by block size: 16: 7, 10: 5, 8: 4, else 0.45 x block size
+    dpace_alpha: float = 0.5
     contiguous_only: bool = True  # nothing after an unsupervised gap of a block counts
+    variable_prefix: float | None = None  # D2SD: real tokens first, how many ~ base^l (0.9)
+    selector: float = 1.0  # dflash2: coefficient of the selector's cross-entropy
+    confidence: float = 1.0  # dspark: coefficient of the confidence head's loss
     chunk_size: int = 1024  # supervised slots whose logits exist at once
 
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    kind: str = "adamw"  # adamw | muon: Muon for the layers' matrices, AdamW for the rest
     lr: float = 6e-4
+    muon_lr: float = 0.02  # of Muon's matrices; follows the same schedule
+    muon_momentum: float = 0.95
+    ema: float | None = None  # decay of an average of the weights, saved and evaluated beside them
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -171,11 +191,30 @@ class CheckpointConfig:
 
 @dataclass
 class EvaluateConfig:
-    """Acceptance by speculative decoding."""
+    """Acceptance: by speculative decoding (`evaluate`), and teacher-forced while training."""
 
-    prompts: str | None = None  # JSONL with `messages`; a final assistant message is left out
+    every: int | None = None  # steps; null = not while training
+    store: str | None = None  # held-out rows; null = the validation split inside data.store
+    max_rows: int = 256  # of them, each time
+    keep_best: bool = True  # the checkpoint of the best acceptance length is kept as well
+    prompts: str | None = None  # a file of conversations, a token store, or builtin
+    task: str | None = None  # how rows of `prompts` are read: gsm8k, humaneval, ...
     max_prompts: int = 64
     max_new_tokens: int = 256
+    temperature: float = 0.0  # 0 = greedy
+    batch_size: int = 1
+    seed: int = 0  # of sampling and of the bootstrap
+
+
+@dataclass
+class GateConfig:
+    """A bound on what a healthy run shows; leaving it warns, or stops the run."""
+
+    metric: str = "loss"  # any name in tensorboard
+    below: float | None = None  # by step `step` at the latest, and from then on
+    above: float | None = None
+    not_below: float | None = None  # before step `step`: too good too early is a leak
+    step: int = 0
 
 
 @dataclass
@@ -195,6 +234,8 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    gates: list[GateConfig] = field(default_factory=list)
+    gates_stop: bool = False  # a gate that is left ends the run with an error; false = a warning
 
 
 def known_keys(section: Any = Config, prefix: str = "") -> list[str]:
@@ -238,6 +279,8 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
     except OmegaConfBaseException as error:
         raise InputError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
+    from dflashdist.checks import validate  # which reads the classes of this module
+
     validate(config)
     return config
 
@@ -261,102 +304,6 @@ def _merge(tree: Any, layer: Any, origin: str) -> Any:
     except (ValidationError, OmegaConfBaseException) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{origin}: {error.full_key or 'value'}: {reason}") from error
-
-
-def validate(config: Config) -> None:
-    """Refuse impossible values, naming key, value and fix. Raises InputError."""
-    positive = [
-        "data.max_length", "data.workers",
-        "schedule.max_tokens", "schedule.max_anchors",
-        "schedule.num_buckets", "schedule.grid", "schedule.sort_block", "roles.num_targets",
-        "roles.num_drafters", "pipeline.max_unsent", "pipeline.prefetch",
-        "pipeline.silence_seconds", "pipeline.stall_seconds", "target.tensor_parallel",
-        "drafter.num_layers", "drafter.num_anchors", "drafter.num_features",
-        "drafter.intermediate_size", "drafter.num_attention_heads",
-        "drafter.num_key_value_heads", "drafter.head_dim", "loss.gamma", "loss.chunk_size",
-        "optim.lr", "optim.eps", "optim.max_grad_norm", "train.accumulation_steps",
-        "train.max_steps", "train.epochs", "train.max_bad_steps", "train.log_every",
-        "checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every",
-        "evaluate.max_prompts", "evaluate.max_new_tokens",
-    ]  # fmt: skip
-    for key in positive:
-        value = value_of(config, key)
-        if value is not None and not 0 < value < math.inf:
-            raise InputError(f"{key}={value}: must be greater than 0, and finite")
-    choices = {
-        "data.format": (AUTO, "messages", "sharegpt", "pairs", "text", "tokens"),
-        "data.turns": ("all", "last", AUTO),
-        "roles.layout": (AUTO, "split", "colocated"),
-        "target.dtype": (AUTO, "float32", "bfloat16", "float16"),
-        "drafter.init": ("fan_in", "published"),
-        "optim.schedule": ("cosine", "wsd", "constant"),
-        "train.device": (AUTO, "cpu", "cuda"),
-        "checkpoint.dtype": ("bfloat16", "float16", "float32"),
-    }
-    for key, allowed in choices.items():
-        value = value_of(config, key)
-        if value not in allowed:
-            raise InputError(f"{key}={value}: must be one of {', '.join(allowed)}")
-    for key in (
-        "data.max_rejected",
-        "optim.warmup_fraction",
-        "optim.decay_fraction",
-        "optim.min_lr_fraction",
-    ):
-        if not 0 <= value_of(config, key) <= 1:
-            raise InputError(f"{key}={value_of(config, key)}: a fraction from 0 to 1")
-    _validate_data(config.data)
-    if len(config.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.betas):
-        raise InputError(f"optim.betas={config.optim.betas}: two numbers from 0 to below 1")
-    for key in ("optim.weight_decay", "pipeline.delay_ms"):
-        if value_of(config, key) < 0:
-            raise InputError(f"{key}={value_of(config, key)}: must not be negative")
-    if config.drafter.block_size < 2:
-        raise InputError(
-            f"drafter.block_size={config.drafter.block_size}: an anchor and a draft need 2"
-        )
-    ids = config.drafter.target_layer_ids
-    if ids is not None:
-        if not ids:
-            raise InputError(
-                "drafter.target_layer_ids=[]: name a layer, or null for the published rule"
-            )
-        if len(set(ids)) != len(ids):
-            raise InputError(f"drafter.target_layer_ids={ids}: a layer is named twice")
-        if min(ids) < 0:
-            raise InputError(
-                f"drafter.target_layer_ids={ids}: ids are 0-based layers; {min(ids)} is none"
-            )
-    edges = config.schedule.bucket_edges
-    if edges is not None and (not edges or sorted(set(edges)) != list(edges) or edges[0] < 1):
-        raise InputError(f"schedule.bucket_edges={edges}: must ascend from at least 1")
-    depth = config.pipeline.hidden_state_queue_depth
-    if depth != AUTO and not (depth.isdigit() and int(depth) > 0):
-        raise InputError(f"pipeline.hidden_state_queue_depth={depth}: a positive number, or auto")
-    if config.train.max_steps is not None and config.train.epochs is not None:
-        raise InputError("train.max_steps and train.epochs are both set: give one, null the other")
-
-
-def _validate_data(data: DataConfig) -> None:
-    if data.min_supervised < 2:
-        raise InputError(
-            f"data.min_supervised={data.min_supervised}: at least 2, an anchor and what follows it"
-        )
-    share = data.validation
-    if isinstance(share, int | float) and not 0 < share < 1:
-        raise InputError(
-            f"data.validation={share}: a share above 0 and below 1, or a list of sources"
-        )
-    if share is not None and not isinstance(share, int | float | str | list):
-        raise InputError(f"data.validation={share!r}: a share, or a list of sources")
-    unknown = sorted(set(data.fields) - set(FIELDS))
-    if unknown:
-        raise InputError(f"data.fields.{unknown[0]}: the names are {', '.join(FIELDS)}")
-    if data.date is not None:
-        try:
-            date.fromisoformat(data.date)
-        except ValueError as error:
-            raise InputError(f"data.date={data.date}: a day is YYYY-MM-DD") from error
 
 
 def value_of(config: Config, key: str) -> Any:

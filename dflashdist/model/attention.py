@@ -4,7 +4,8 @@ Q slots see [context; own block] (`blocks.visible`). Of the square Q x (S + Q) t
 part, and with anchors sorted it is a regular one:
 
 - CPU: the blocks are taken in groups of neighbours, each with the context up to the group's last
-  anchor and the group's own slots, through SDPA under a dense mask of that size.
+  anchor and the group's own slots, through SDPA under a dense mask of that size. A sliding layer
+  leaves out the context before the window of the group's first anchor.
 - CUDA: FlexAttention with a sparse BlockMask over tiles of 128 x 128, computed from the anchors
   by interval arithmetic (no dense mask is ever made, no host synchronisation).
 """
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflashdist.model.blocks import dense_mask, visible
+from dflashdist.model.shape import WHOLE, Sight
 
 # Slots in a group on CPU. Smaller groups compute less of the square and start more kernels; 96 to
 # 256 measured alike at 2,048 slots over 1,024 positions, 128 a third faster than 256 at 256 slots.
@@ -29,26 +31,28 @@ class Group:
     """Neighbouring blocks [first, last) that attend in one SDPA call."""
 
     num_slots: int
-    context: int  # context positions that any of them sees
-    mask: Tensor  # bool [B, 1, num_slots, context + num_slots]
+    context: slice  # the context positions that any of them sees
+    mask: Tensor  # bool [B, 1, num_slots, positions + num_slots]
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What attention needs to know of a micro-batch's blocks; made once, used by every layer."""
+    """What attention needs to know of a micro-batch's blocks; used by all layers of one sight."""
 
     groups: tuple[Group, ...] = ()  # CPU
     block_mask: object | None = None  # CUDA: a torch BlockMask
 
     @classmethod
-    def build(cls, anchors: Tensor, keep: Tensor, context: int, block_size: int) -> "BlockLayout":
+    def build(
+        cls, anchors: Tensor, keep: Tensor, context: int, block_size: int, sight: Sight = WHOLE
+    ) -> "BlockLayout":
         """For anchors int64 [B, N] ascending, keep bool [B, N], over a context of S positions.
 
         Right padding of the context needs no mention: anchors lie before it.
         """
         if anchors.is_cuda:
-            return cls(block_mask=flex_mask(anchors, keep, context, block_size))
-        return cls(groups=tuple(_groups(anchors, keep, block_size)))
+            return cls(block_mask=flex_mask(anchors, keep, context, block_size, sight))
+        return cls(groups=tuple(_groups(anchors, keep, block_size, sight)))
 
 
 def block_attention(
@@ -67,8 +71,8 @@ def block_attention(
     parts = zip(q.split(sizes, 2), k_blk.split(sizes, 2), v_blk.split(sizes, 2), strict=True)
     out = []
     for group, (q_part, k_part, v_part) in zip(layout.groups, parts, strict=True):
-        k = torch.cat([k_ctx[:, :, : group.context], k_part], 2)
-        v = torch.cat([v_ctx[:, :, : group.context], v_part], 2)
+        k = torch.cat([k_ctx[:, :, group.context], k_part], 2)
+        v = torch.cat([v_ctx[:, :, group.context], v_part], 2)
         out.append(masked_attention(q_part, k, v, group.mask))
     return torch.cat(out, 2)
 
@@ -88,28 +92,57 @@ def dense_block_attention(
     v_blk: Tensor,
     anchors: Tensor,
     keep: Tensor,
+    sight: Sight = WHOLE,
 ) -> Tensor:
     """The reference: one call under the whole square's mask. Same result as `block_attention`."""
-    mask = dense_mask(anchors, keep, k_ctx.shape[2], q.shape[2] // anchors.shape[1])
+    mask = dense_mask(anchors, keep, k_ctx.shape[2], q.shape[2] // anchors.shape[1], sight)
     return masked_attention(q, torch.cat([k_ctx, k_blk], 2), torch.cat([v_ctx, v_blk], 2), mask)
 
 
-def _groups(anchors: Tensor, keep: Tensor, block_size: int) -> list[Group]:
+def decode_view(
+    start: int | Tensor, length: int, num_slots: int, sight: Sight, device: torch.device
+) -> tuple[slice, Tensor | None]:
+    """What one block a row may see of a cached context, by the rule of training.
+
+    Args:
+        start: the blocks' anchor, one for all rows or int64 [B].
+        length: cached positions, at least the largest start.
+
+    Returns:
+        the context positions to take, and the mask over them and the block's own slots, bool
+        [B or 1, 1, num_slots, positions + num_slots]; None where it hides nothing.
+    """
+    if isinstance(start, int):
+        if sight == WHOLE:
+            return slice(0, start), None
+        start, length = torch.full((1,), start, device=device), start
+    first = 0
+    if sight.window is not None:
+        first = max(0, int(start.min()) - sight.window + 1)
+    keep = torch.ones_like(start, dtype=torch.bool)[:, None]
+    mask = dense_mask(start[:, None] - first, keep, length - first, num_slots, sight)
+    return slice(first, length), mask
+
+
+def _groups(anchors: Tensor, keep: Tensor, block_size: int, sight: Sight) -> list[Group]:
     blocks = max(1, _GROUP_SLOTS // block_size)
     groups = []
     for anchor, kept in zip(anchors.split(blocks, 1), keep.split(blocks, 1), strict=True):
-        context = int(torch.where(kept, anchor, 0).max())
-        mask = dense_mask(anchor, kept, context, block_size)
-        groups.append(Group(anchor.shape[1] * block_size, context, mask))
+        first, end = 0, int(torch.where(kept, anchor, 0).max())
+        if sight.window is not None:
+            first = max(0, int(torch.where(kept, anchor, end).min()) - sight.window + 1)
+        # Only distances matter to the rule, so positions may count from the first one taken.
+        mask = dense_mask(anchor - first, kept, end - first, block_size, sight)
+        groups.append(Group(anchor.shape[1] * block_size, slice(first, end), mask))
     return groups
 
 
-def flex_mask(anchors: Tensor, keep: Tensor, context: int, block_size: int):
+def flex_mask(anchors: Tensor, keep: Tensor, context: int, block_size: int, sight: Sight = WHOLE):
     """The BlockMask of FlexAttention for `blocks.visible`, on the anchors' device.
 
     A tile of 128 slots x 128 keys is left out where no slot sees any key, taken whole where all
     slots see all keys, and checked element by element with the rule otherwise. Which is which
-    follows from the smallest and largest anchor of the tile's blocks.
+    follows from the first and last context position that each of the tile's slots sees.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -126,8 +159,13 @@ def flex_mask(anchors: Tensor, keep: Tensor, context: int, block_size: int):
     own_first = context + first // block_size * block_size
     own_end = context + (last // block_size + 1) * block_size
     own = (key_first < own_end[:, None]) & (key_end > own_first[:, None])
-    some = (key_first < reach.amax(-1, keepdim=True)) | own
+    some = key_first < reach.amax(-1, keepdim=True)
     full = key_end <= reach.amin(-1, keepdim=True)
+    if sight.window is not None:
+        begin = reach + inside % block_size - sight.window + 1  # first context position seen
+        some &= key_end > torch.where(reach > 0, begin, num_keys).amin(-1, keepdim=True)
+        full &= key_first >= begin.amax(-1, keepdim=True)
+    some |= own
     partial = some & ~full
 
     # A tensor, because an int in the closure would make one compilation per width.
@@ -135,7 +173,7 @@ def flex_mask(anchors: Tensor, keep: Tensor, context: int, block_size: int):
 
     def mask_mod(b, h, q, key):
         block = q // block_size
-        return visible(block, anchors[b, block], keep[b, block], key, width, block_size)
+        return visible(q, anchors[b, block], keep[b, block], key, width, block_size, sight)
 
     return BlockMask.from_kv_blocks(
         *_tile_lists(partial), *_tile_lists(full), _TILE, mask_mod, (num_slots, num_keys)

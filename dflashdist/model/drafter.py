@@ -3,116 +3,31 @@
 The tapped hidden states are projected once (`fc`, `hidden_norm`) into a context that every layer
 shares and none updates; each layer's own key and value projections serve the context and the
 blocks alike. DFlash, section 4.1. The parameters carry the published names: 11 per layer and 3 on
-top, no embedding and no head (those are the target's, see `frozen`).
+top, no embedding and no head (those are the target's, see `frozen`). Variants add convolutions
+(`convolution`) and heads (`heads`).
 
 Legend: B rows, S context positions, N blocks a row, Q = N * block_size slots, H hidden size,
-K tapped layers, D head dimension.
+K tapped layers, D head dimension. The layers are in `layers`.
 """
 
 import json
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflashdist.config import InputError
-from dflashdist.model.attention import BlockLayout, block_attention, masked_attention
+from dflashdist.model.attention import BlockLayout, decode_view
 from dflashdist.model.blocks import block_positions
+from dflashdist.model.convolution import GroupedDynamicConv
+from dflashdist.model.heads import CandidateSelector, ConfidenceHead, MarkovHead
+from dflashdist.model.layers import Layer, RMSNorm, Rope
 from dflashdist.model.shape import DrafterShape
 
 KeyValues = list[tuple[Tensor, Tensor]]  # a layer each: keys and values [B, kv_heads, S, D]
-Rope = tuple[Tensor, Tensor]  # cos and sin, float32 [B or 1, positions, 1, D / 2]
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, in x's dtype with float32 statistics."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        # The last cast undoes autocast's float32 result, where a torch release has one.
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Queries from the blocks; keys and values from context and blocks by the same matrices."""
-
-    def __init__(self, shape: DrafterShape):
-        super().__init__()
-        width, head_dim = shape.hidden_size, shape.head_dim
-        self.head_dim = head_dim
-        self.q_proj = nn.Linear(width, shape.num_attention_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(width, shape.num_key_value_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(width, shape.num_key_value_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.num_attention_heads * head_dim, width, bias=False)
-        self.q_norm = RMSNorm(head_dim, shape.rms_norm_eps)
-        self.k_norm = RMSNorm(head_dim, shape.rms_norm_eps)
-
-    def queries(self, x: Tensor, rope: Rope) -> Tensor:
-        """[B, Q, H] -> [B, heads, Q, D], normed and rotated."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        return rotate(self.q_norm(q), rope).transpose(1, 2)
-
-    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """[B, P, H] -> keys (normed and rotated) and values, each [B, kv_heads, P, D]."""
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        return rotate(self.k_norm(k), rope).transpose(1, 2), v.transpose(1, 2)
-
-    def output(self, attended: Tensor) -> Tensor:
-        """[B, heads, Q, D] -> [B, Q, H]."""
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, shape: DrafterShape):
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    """Attention and MLP with residuals; only the blocks are normed, the context already is."""
-
-    def __init__(self, shape: DrafterShape):
-        super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = MLP(shape)
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-
-    def forward(
-        self, x: Tensor, rope: Rope, kv_ctx: tuple[Tensor, Tensor], layout: BlockLayout
-    ) -> Tensor:
-        """Training: all blocks of a row at once, each seeing its own part of the context."""
-        normed = self.input_layernorm(x)
-        q = self.self_attn.queries(normed, rope)
-        kv_blk = self.self_attn.keys_values(normed, rope)
-        x = x + self.self_attn.output(block_attention(q, *kv_ctx, *kv_blk, layout))
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-    def decode(
-        self, x: Tensor, rope: Rope, kv_ctx: tuple[Tensor, Tensor], mask: Tensor | None
-    ) -> Tensor:
-        """Decoding: one block a row after its cached context."""
-        normed = self.input_layernorm(x)
-        q = self.self_attn.queries(normed, rope)
-        k, v = self.self_attn.keys_values(normed, rope)
-        k, v = torch.cat([kv_ctx[0], k], 2), torch.cat([kv_ctx[1], v], 2)
-        x = x + self.self_attn.output(masked_attention(q, k, v, mask))
-        return x + self.mlp(self.post_attention_layernorm(x))
+VariantPart = GroupedDynamicConv | CandidateSelector | MarkovHead | ConfidenceHead
 
 
 class Drafter(nn.Module):
@@ -121,10 +36,22 @@ class Drafter(nn.Module):
     def __init__(self, shape: DrafterShape):
         super().__init__()
         self.shape = shape
+        self._sights = [shape.sight(i) for i in range(shape.num_layers)]
         self.fc = nn.Linear(shape.num_features * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.candidate_selector: CandidateSelector | None = None
+        self.markov_head: MarkovHead | None = None
+        self.confidence_head: ConfidenceHead | None = None
+        if shape.selector_rank:
+            self.candidate_selector = CandidateSelector(
+                shape.hidden_size, shape.vocab_size, shape.selector_rank
+            )
+        if shape.markov_rank:
+            self.markov_head = MarkovHead(shape.vocab_size, shape.markov_rank)
+        if shape.confidence_head:
+            self.confidence_head = ConfidenceHead(shape.hidden_size, shape.markov_rank)
 
     @torch.no_grad()
     def reset_parameters(self, init: str, *, seed: int, final_norm: Tensor | None = None) -> None:
@@ -132,11 +59,15 @@ class Drafter(nn.Module):
 
         `fan_in`: normal with std 1/sqrt(fan_in), norms 1, the last norm copied from the target's
         (`final_norm` [H]), so that the first losses are near ln V. `published`: normal with std
-        0.02, norms 1.
+        0.02, norms 1. What a variant adds is drawn last and begins without effect: a new drafter
+        of any variant computes what the DFlash drafter of that seed computes.
         """
         assert init in ("fan_in", "published"), init
         generator = torch.Generator().manual_seed(seed)  # CPU: one stream for all devices
-        for parameter in self.parameters():
+        added = self.variant_parts()
+        for name, parameter in self.named_parameters():
+            if name.startswith(tuple(added)):
+                continue
             if parameter.dim() == 1:
                 parameter.fill_(1.0)
                 continue
@@ -145,6 +76,16 @@ class Drafter(nn.Module):
             parameter.copy_(drawn)
         if init == "fan_in" and final_norm is not None:
             self.norm.weight.copy_(final_norm)
+        for part in added.values():
+            part.reset_parameters(generator)
+
+    def variant_parts(self) -> dict[str, VariantPart]:
+        """The modules that this variant adds to the DFlash drafter, by the names' beginnings."""
+        return {
+            name + ".": module
+            for name, module in self.named_modules()
+            if isinstance(module, VariantPart)
+        }
 
     def forward(
         self, hidden: Tensor, block_embeds: Tensor, anchors: Tensor, keep: Tensor
@@ -164,24 +105,29 @@ class Drafter(nn.Module):
         context = self._context(hidden)
         rope_ctx = self._rope(torch.arange(hidden.shape[1], device=hidden.device)[None])
         rope_blk = self._rope(block_positions(anchors, size))
-        layout = BlockLayout.build(anchors, keep, hidden.shape[1], size)
+        layouts = {
+            sight: BlockLayout.build(anchors, keep, hidden.shape[1], size, sight)
+            for sight in set(self._sights)
+        }
         # The residual stream has the parameters' dtype: float32 also under bfloat16 autocast.
         x = block_embeds.to(self.norm.weight.dtype)
-        for layer in self.layers:
+        for layer, sight in zip(self.layers, self._sights, strict=True):
             assert isinstance(layer, Layer)
-            x = layer(x, rope_blk, layer.self_attn.keys_values(context, rope_ctx), layout)
+            kv_ctx = layer.self_attn.keys_values(context, rope_ctx)
+            x = layer(x, rope_blk, kv_ctx, layouts[sight], size)
         return self.norm(x)
 
-    def context_kv(self, hidden: Tensor, start: int) -> KeyValues:
+    def context_kv(self, hidden: Tensor, start: int | Tensor) -> KeyValues:
         """Keys and values of new context positions start, start + 1, ..., a pair per layer.
 
         Args:
             hidden: [B, S, K*H] of the target, those positions only. Append the result to what
                 earlier calls gave (dimension 2): nothing in it depends on other positions.
+            start: one position for all rows, or int64 [B].
         """
         context = self._context(hidden)
-        positions = torch.arange(start, start + hidden.shape[1], device=hidden.device)
-        rope = self._rope(positions[None])
+        steps = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        rope = self._rope(steps + (start[:, None] if isinstance(start, Tensor) else start))
         layers = (layer for layer in self.layers if isinstance(layer, Layer))
         return [layer.self_attn.keys_values(context, rope) for layer in layers]
 
@@ -196,21 +142,18 @@ class Drafter(nn.Module):
         Returns:
             [B, block_size, H] after the final norm.
         """
-        num_slots, device, mask = block_embeds.shape[1], block_embeds.device, None
-        if isinstance(start, Tensor):
-            length = kv[0][0].shape[2]
-            seen = torch.arange(length, device=device) < start[:, None]
-            mask = F.pad(seen, (0, num_slots), value=True)[:, None, None]
-            mask = mask.expand(-1, -1, num_slots, -1)
-            anchors = start[:, None]
-        else:
-            kv = [(k[:, :, :start], v[:, :, :start]) for k, v in kv]
-            anchors = torch.full((1, 1), start, device=device)
+        num_slots, device, length = block_embeds.shape[1], block_embeds.device, kv[0][0].shape[2]
+        views = {
+            sight: decode_view(start, length, num_slots, sight, device)
+            for sight in set(self._sights)
+        }
+        anchors = torch.as_tensor(start, device=device).view(-1, 1)
         rope = self._rope(block_positions(anchors, num_slots))
         x = block_embeds.to(self.norm.weight.dtype)
-        for layer, kv_ctx in zip(self.layers, kv, strict=True):
+        for layer, sight, (k, v) in zip(self.layers, self._sights, kv, strict=True):
             assert isinstance(layer, Layer)
-            x = layer.decode(x, rope, kv_ctx, mask)
+            positions, mask = views[sight]
+            x = layer.decode(x, rope, (k[:, :, positions], v[:, :, positions]), mask)
         return self.norm(x)
 
     def _context(self, hidden: Tensor) -> Tensor:
@@ -224,13 +167,6 @@ class Drafter(nn.Module):
         frequencies = 1.0 / self.shape.rope_theta ** (half / self.shape.head_dim)
         angles = positions[..., None, None].float() * frequencies
         return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary positions, halves paired (not neighbours). x: [B, P, heads, D], dtype kept."""
-    cos, sin = rope
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 def save_drafter(path: str | Path, drafter: Drafter, dtype: str = "bfloat16") -> None:
@@ -253,22 +189,51 @@ def load_drafter(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Dra
     Raises InputError naming what is missing, unexpected or of another shape.
     """
     folder = Path(path)
-    for name in ("config.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            raise InputError(f"{folder}: no {name}; a drafter's folder holds both")
-    try:
-        shape = DrafterShape.from_config(json.loads((folder / "config.json").read_text()))
-        tensors = load_file(folder / "model.safetensors")
-    except InputError as error:
-        raise InputError(f"{folder}: {error}") from error
-    except (ValueError, SafetensorError) as error:
-        raise InputError(f"{folder}: cannot be read ({error})") from error
+    shape = read_shape(folder / "config.json")
     with torch.device("meta"):
         drafter = Drafter(shape)
+    tensors = read_weights(folder / "model.safetensors", drafter)
+    drafter.load_state_dict({n: t.to(dtype) for n, t in tensors.items()}, assign=True)
+    return drafter.requires_grad_(True)
+
+
+def read_shape(file: Path) -> DrafterShape:
+    """The shape in a drafter's config.json. Raises InputError if there is none that can be read."""
+    if not file.is_file():
+        raise InputError(
+            f"{file.parent}: no {file.name}; a drafter's folder holds config.json and "
+            "model.safetensors"
+        )
+    try:
+        return DrafterShape.from_config(json.loads(file.read_text()))
+    except InputError as error:
+        raise InputError(f"{file.parent}: {error}") from error
+    except ValueError as error:
+        raise InputError(f"{file.parent}: cannot be read ({error})") from error
+
+
+def read_weights(file: Path, drafter: Drafter, optional: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, which must be the drafter's, on the CPU.
+
+    Args:
+        optional: beginnings of names that the file may lack.
+
+    Raises InputError naming what is missing, unexpected or of another shape.
+    """
+    if not file.is_file():
+        raise InputError(
+            f"{file.parent}: no {file.name}; a drafter's folder holds config.json and "
+            "model.safetensors"
+        )
+    try:
+        tensors = load_file(file)
+    except (ValueError, SafetensorError) as error:
+        raise InputError(f"{file.parent}: cannot be read ({error})") from error
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    missing = [name for name in expected.keys() - found.keys() if not name.startswith(optional)]
     problems = {
-        "missing": sorted(expected.keys() - found.keys()),
+        "missing": sorted(missing),
         "unexpected": sorted(found.keys() - expected.keys()),
         "of another shape": [
             f"{name} {found[name]}, not {expected[name]}"
@@ -278,8 +243,5 @@ def load_drafter(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Dra
     }
     told = [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]
     if told:
-        raise InputError(
-            f"{folder}/model.safetensors does not fit its config.json; {'; '.join(told)}"
-        )
-    drafter.load_state_dict({n: t.to(dtype) for n, t in tensors.items()}, assign=True)
-    return drafter.requires_grad_(True)
+        raise InputError(f"{file} does not fit its config.json; {'; '.join(told)}")
+    return tensors

@@ -17,7 +17,7 @@ from dflashdist.config import InputError
 from dflashdist.model.shape import read_target_config, target_file
 
 # Checkpoints with a language model inside a larger one put its name before or after `model.`.
-_EMBEDDING = (
+EMBEDDING = (
     "model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
@@ -54,7 +54,7 @@ class Frozen:
         Raises InputError when the target has no safetensors files, or not these tensors.
         """
         config = read_target_config(path, revision)
-        places = _places(path, revision)
+        places = places_of(path, revision)
 
         def read(names: tuple[str, ...]) -> Tensor | None:
             name = next((name for name in names if name in places), None)
@@ -66,9 +66,9 @@ class Frozen:
             with safe_open(file, framework="pt") as tensors:
                 return tensors.get_tensor(name).to(device, dtype)
 
-        embedding, norm = read(_EMBEDDING), read(_NORM)
+        embedding, norm = read(EMBEDDING), read(_NORM)
         if embedding is None or norm is None:
-            wanted = _EMBEDDING if embedding is None else _NORM
+            wanted = EMBEDDING if embedding is None else _NORM
             raise InputError(f"{path}: no tensor named {' or '.join(wanted)}: unsupported target")
         # A file without a head means tied, whatever a config that leaves the key out defaults to.
         head = None if _text(config).get("tie_word_embeddings") else read(_HEAD)
@@ -80,18 +80,18 @@ def target_fingerprint(path: str, revision: str | None = None) -> str:
     same shape apart, at the cost of a few kilobytes. Raises InputError as `Frozen.load` does."""
     config = {k: v for k, v in read_target_config(path, revision).items() if k[:1] != "_"}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    places = _places(path, revision)
-    name = next((name for name in _EMBEDDING if name in places), None)
+    places = places_of(path, revision)
+    name = next((name for name in EMBEDDING if name in places), None)
     file = target_file(path, places[name], revision) if name else None
     if name is None or file is None:
-        raise InputError(f"{path}: no tensor named {' or '.join(_EMBEDDING)}: unsupported target")
+        raise InputError(f"{path}: no tensor named {' or '.join(EMBEDDING)}: unsupported target")
     with safe_open(file, framework="pt") as tensors:
         rows = tensors.get_slice(name)[:16]
     digest.update(rows.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def _places(path: str, revision: str | None) -> dict[str, str]:
+def places_of(path: str, revision: str | None) -> dict[str, str]:
     """Tensor name -> file name, from the index of shards or the single file's header."""
     index = target_file(path, "model.safetensors.index.json", revision)
     if index is not None:

@@ -1,20 +1,30 @@
-"""The training objective: weighted cross-entropy of the supervised slots, as sums.
+"""The training objective over the supervised slots of a micro-batch, as sums.
 
 Never a mean: the gradient of a step is that of one big batch, so the caller adds loss sums over
 micro-batches and ranks and divides by the summed weight once. DFlash, section 4.2.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflashdist.config import InputError, LossConfig
-from dflashdist.model.blocks import block_ids, block_labels, decay_weights
+from dflashdist.model.blocks import block_ids, block_labels, slot_weights
 from dflashdist.model.drafter import Drafter
 from dflashdist.model.frozen import Frozen
+from dflashdist.model.heads import confidence_loss, selector_loss
+from dflashdist.model.objective import (
+    Chunk,
+    ChunkedObjective,
+    Objective,
+    Scores,
+    Teacher,
+    block_chunks,
+    dpace_weights,
+    even_chunks,
+)
 from dflashdist.model.shape import DrafterShape
 
 
@@ -28,19 +38,23 @@ class DrafterBatch:
     anchors: Tensor  # int64 [B, N], ascending
     keep: Tensor  # bool [B, N]
     lengths: Tensor  # int64 [B]
+    last: Tensor | None = None  # [B, S, H], the target's states after its final norm
+    prefix: Tensor | None = None  # int64 [B, N], slots that hold real tokens; None = slot 0 alone
 
     def to(self, device: str | torch.device) -> "DrafterBatch":
         """A copy with every tensor on `device`."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
-        return DrafterBatch(**moved)
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {n: t.to(device, non_blocking=True) for n, t in tensors.items() if t is not None}
+        return replace(self, **moved)
 
 
 def sums_layout(block_size: int) -> dict[str, slice]:
     """Name -> place in the float64 vector of sums, of 4 + 2 * (block_size - 1) numbers.
 
-    loss: weighted cross-entropy. weight: of the supervised slots, the loss's denominator. blocks:
-    with a supervised slot. accepted: leading correct slots, added over these blocks (the bonus
-    token not counted). correct, count: supervised slots 1 to block_size - 1, each its own number.
+    loss: the weighted terms, what is trained on. weight: of the supervised slots, the loss's
+    denominator; under D-PACE their number. blocks: with a supervised slot. accepted: leading
+    correct slots, added over these blocks (the bonus token not counted). correct, count: supervised
+    slots 1 to block_size - 1, each its own number.
     """
     layout = {
         name: slice(i, i + 1) for i, name in enumerate(("loss", "weight", "blocks", "accepted"))
@@ -114,17 +128,19 @@ class DrafterLoss(nn.Module):
         self.frozen = frozen
         self.shape = shape
         self.config = loss
-        self.slot_weights = decay_weights(shape.block_size, decay=loss.decay, gamma=loss.gamma)
+        self.slot_weights = slot_weights(
+            shape.block_size + shape.ahead, weights=loss.weights, gamma=loss.gamma
+        )
 
     def forward(self, batch: DrafterBatch) -> tuple[Tensor, Tensor]:
         """Loss sum and the vector of sums of one micro-batch.
 
         One host synchronisation on CUDA: the number of supervised slots, which sizes the head's
-        input.
+        input; under D-PACE a second right after it, for those of each block.
 
         Returns:
-            float32 scalar, sum of weight x cross-entropy, connected to every parameter also when
-            no slot is supervised; and the detached float64 vector of `sums_layout`.
+            float32 scalar, the sum of weight x terms, connected to every parameter also when no
+            slot is supervised; and the detached float64 vector of `sums_layout`.
         """
         shape = self.shape
         inputs = block_ids(
@@ -133,6 +149,7 @@ class DrafterLoss(nn.Module):
             batch.keep,
             block_size=shape.block_size,
             mask_token_id=shape.mask_token_id,
+            prefix=batch.prefix,
         )
         embeds = F.embedding(inputs, self.frozen.embedding)
         output = self.drafter(batch.hidden, embeds, batch.anchors, batch.keep)
@@ -143,25 +160,115 @@ class DrafterLoss(nn.Module):
             batch.keep,
             block_size=shape.block_size,
             contiguous_only=self.config.contiguous_only,
+            ahead=shape.ahead,
+            prefix=batch.prefix,
         )
-        if self.slot_weights.device != output.device:
-            self.slot_weights = self.slot_weights.to(output.device)
         slots = supervised.flatten().nonzero().squeeze(1)
-        weights = self.slot_weights[slots % shape.block_size]
-        loss, losses, hits = ChunkedCrossEntropy.apply(
-            output.flatten(0, 1).index_select(0, slots),
-            self.frozen.head,
-            labels.flatten().index_select(0, slots),
-            weights,
-            self.config.chunk_size,
+        states = output.flatten(0, 1).index_select(0, slots)
+        labels = labels.flatten().index_select(0, slots)
+        before = self._before(batch, slots)
+        previous = batch.ids.flatten().index_select(0, before)
+        bias: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+        if (markov := self.drafter.markov_head) is not None:
+            bias = F.embedding(previous, markov.markov_w1.weight), markov.markov_w2.weight
+        scores = Scores(
+            *ChunkedObjective.apply(
+                states,
+                self.frozen.head,
+                labels,
+                None if batch.last is None else Teacher(batch.last.flatten(0, 1), before),
+                *bias,
+                self._objective(batch, slots, supervised),
+            )
         )
-        correct = torch.zeros_like(supervised).flatten().index_copy_(0, slots, hits)
-        return loss, _sums(losses, weights, correct.view_as(supervised), supervised)
+        added = self._added(states, scores, previous, labels, bias[0])
+        correct = torch.zeros_like(supervised).flatten().index_copy_(0, slots, scores.hits)
+        sums = _sums(
+            scores.losses, scores.weights, correct.view_as(supervised), supervised, 1 - shape.ahead
+        )
+        if self.config.weights == "dpace":
+            LossSums(sums, shape.block_size + shape.ahead).part("weight").fill_(len(slots))
+        if added is None:
+            return scores.loss, sums
+        LossSums(sums, shape.block_size + shape.ahead).part("loss").add_(added.detach())
+        return scores.loss + added, sums
+
+    def _added(
+        self,
+        states: Tensor,
+        scores: Scores,
+        previous: Tensor,
+        labels: Tensor,
+        embedded: Tensor | None,
+    ) -> Tensor | None:
+        """The losses of the variant's own heads, of the same slots under the same weights."""
+        drafter, config = self.drafter, self.config
+        if drafter.candidate_selector is not None:
+            assert scores.top_ids is not None
+            loss, _ = selector_loss(
+                drafter.candidate_selector,
+                states,
+                scores.top_ids,
+                self.frozen.head,
+                previous,
+                labels,
+                scores.weights,
+                config.chunk_size,
+            )
+            return config.selector * loss
+        if drafter.confidence_head is not None:
+            assert embedded is not None
+            share = torch.ones_like(scores.weights) if scores.overlap is None else scores.overlap
+            loss = confidence_loss(drafter.confidence_head, states, embedded, share, scores.weights)
+            return config.confidence * loss  # also where it is 0: connected to every parameter
+        return None
+
+    def _objective(self, batch: DrafterBatch, slots: Tensor, supervised: Tensor) -> Objective:
+        """Terms, chunks and weights of the supervised slots, int64 [M] in the flat blocks."""
+        config, size = self.config, self.shape.block_size
+        if config.weights == "dpace":  # weights that need the losses of a block together
+            counts = supervised.flatten(0, 1).sum(-1).tolist()
+
+            def weigh(chunk: Chunk, ce: Tensor) -> Tensor:
+                first, stop = chunk.blocks.start, chunk.blocks.stop
+                places = slots[chunk.slots] - first * size
+                return dpace_weights(ce, places, (stop - first, size), config.dpace_alpha)
+
+            return Objective(
+                config.terms, block_chunks(counts, config.chunk_size), weigh, *self._extras
+            )
+        if self.slot_weights.device != slots.device:
+            self.slot_weights = self.slot_weights.to(slots.device)
+        distance = slots % size + self.shape.ahead
+        if batch.prefix is not None:  # the decay begins at the first slot that is not shown
+            distance = distance - (batch.prefix.flatten()[slots // size] - 1)
+        weights = self.slot_weights[distance]
+        chunks = even_chunks(len(slots), config.chunk_size)
+        return Objective(
+            config.terms, chunks, lambda chunk, _ce: weights[chunk.slots], *self._extras
+        )
+
+    @property
+    def _extras(self) -> tuple[bool, int]:
+        """What the variant's heads learn from: the target's share, the best tokens."""
+        overlap = self.drafter.confidence_head is not None and self.config.confidence > 0
+        return overlap, self.shape.selector_top_k
+
+    def _before(self, batch: DrafterBatch, slots: Tensor) -> Tensor:
+        """Places in the flat rows of the positions before each label's: the tokens that a draft
+        follows, and where the target said the label. int64 [M]."""
+        size, ahead = self.shape.block_size, self.shape.ahead
+        block = slots // size
+        row, anchor = block // batch.anchors.shape[1], batch.anchors.flatten()[block]
+        return row * batch.ids.shape[1] + anchor + slots % size + ahead - 1
 
 
-def _sums(losses: Tensor, weights: Tensor, correct: Tensor, supervised: Tensor) -> Tensor:
-    """The float64 vector of `sums_layout`; correct and supervised are bool [B, N, block_size]."""
-    correct, supervised = correct[..., 1:], supervised[..., 1:]
+def _sums(
+    losses: Tensor, weights: Tensor, correct: Tensor, supervised: Tensor, first: int = 1
+) -> Tensor:
+    """The float64 vector of `sums_layout`; correct and supervised are bool [B, N, block_size], and
+    slot `first` is the first that drafts."""
+    correct, supervised = correct[..., first:], supervised[..., first:]
     # A slot that is not supervised neither counts nor breaks the run.
     unbroken = (correct | ~supervised).cumprod(-1) * supervised
     weights = weights.double()
@@ -173,50 +280,3 @@ def _sums(losses: Tensor, weights: Tensor, correct: Tensor, supervised: Tensor) 
     ]
     by_slot = [correct.sum((0, 1)).double(), supervised.sum((0, 1)).double()]
     return torch.cat([torch.stack(head), *by_slot])
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Head and cross-entropy over chunks of slots, the gradient computed while the logits exist.
-
-    The logits of all slots would be the largest tensor of the step by far (8,192 slots x 151,936
-    words are 5 GB in float32); here those of one chunk exist at a time, and only the gradient of
-    the hidden states is kept. The frozen head gets none.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, chunk_size: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [M, H], head [V, H], labels int64 [M], weights float32 [M].
-
-        The product runs in the head's dtype (or autocast's), everything after it in float32.
-
-        Returns:
-            the weighted sum (float32 scalar), losses float32 [M], hits bool [M] (arg max = label);
-            only the first is differentiable.
-        """
-        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
-        hits = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
-        for start in range(0, len(labels), chunk_size):
-            part = slice(start, start + chunk_size)
-            label = labels[part, None]
-            logits = F.linear(hidden[part].to(head.dtype), head).float()
-            top, best = logits.max(-1, keepdim=True)
-            hits[part] = (best == label).squeeze(1)
-            own = logits.gather(1, label)
-            exp = logits.sub_(top).exp_()
-            total = exp.sum(-1, keepdim=True)
-            losses[part] = (total.log() + top - own).squeeze(1)
-            if gradient is not None:
-                weight = weights[part, None]
-                d_logits = exp.mul_(weight / total).scatter_add_(1, label, -weight)
-                gradient[part] = d_logits.to(head.dtype) @ head
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(losses, hits)
-        return (losses * weights).sum(), losses, hits
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return None if gradient is None else gradient * grads[0], None, None, None, None

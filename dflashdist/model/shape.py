@@ -1,16 +1,31 @@
-"""The drafter's shape: what it takes from the target, and the published config.json both ways.
-
-Field names and meanings are those of the published drafters' config.json (a Qwen3 configuration
-plus `block_size`, `num_target_layers` and `dflash_config`), which vLLM, SGLang and the `dflash`
-package read.
-"""
+"""The drafter's shape: everything that fixes its tensors, what it takes from the target, and
+what its layers see."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dflashdist.config import DrafterConfig, InputError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# What a variant adds to the shape, by the names that config.json and the configuration share.
+PARTS = {
+    "dflash": (),
+    "dflash2": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    "dspark": ("markov_rank", "confidence_head"),
+}
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the slots of one layer see, beside the rule that all layers share (`blocks.visible`)."""
+
+    window: int | None = None  # keys at a distance of this many positions or more are not seen
+    causal: bool = False  # no slot sees a later slot of its block
+
+
+WHOLE = Sight()  # all of the context before the block, and all of the block: DFlash's own
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,16 @@ class DrafterShape:
     num_target_layers: int
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
+    variant: str = "dflash"  # dflash | dflash2 | dspark
+    layer_types: tuple[str, ...] = ()  # of each layer; () = full attention in all
+    sliding_window: int | None = None  # of the sliding layers
+    is_causal: bool | None = None  # inside a block: all layers or none; None = the sliding ones
+    conv_kernel_size: int = 0  # from here on: 0 where the variant has no such part
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    markov_rank: int = 0
+    confidence_head: bool = False
 
     def __post_init__(self) -> None:
         """Raises InputError for ids or sizes that no drafter can have."""
@@ -49,11 +74,63 @@ class DrafterShape:
             )
         if self.head_dim % 2:
             raise InputError(f"drafter.head_dim={self.head_dim}: rotary positions need an even one")
+        if self.layer_types and len(self.layer_types) != self.num_layers:
+            raise InputError(
+                f"drafter.layer_types={list(self.layer_types)}: {self.num_layers} layers need as "
+                "many types"
+            )
+        if (SLIDING in self.layer_types) != (self.sliding_window is not None):
+            raise InputError(
+                f"drafter.sliding_window={self.sliding_window}: it and a sliding layer need each "
+                "other; name both (drafter.layer_types), or neither"
+            )
+        if self.sliding_window is not None and self.sliding_window < self.block_size:
+            raise InputError(
+                f"drafter.sliding_window={self.sliding_window}: less than a block "
+                f"({self.block_size}); raise it"
+            )
+        if self.conv_group_size and self.hidden_size % self.conv_group_size:
+            raise InputError(
+                f"drafter.conv_group_size={self.conv_group_size}: must divide the hidden size, "
+                f"{self.hidden_size}"
+            )
+        if self.selector_top_k > self.vocab_size:
+            raise InputError(
+                f"drafter.selector_top_k={self.selector_top_k}: more than the vocabulary "
+                f"({self.vocab_size})"
+            )
 
     @property
     def num_features(self) -> int:
         """Tapped target layers, K; independent of the number of draft layers."""
         return len(self.target_layer_ids)
+
+    @property
+    def ahead(self) -> int:
+        """Slot k of a block with its anchor at a drafts the token of position a + k + ahead.
+
+        0: slots from 1 on draft. 1 (DSpark): the anchor's own slot drafts as well.
+        """
+        return 1 if self.variant == "dspark" else 0
+
+    def sight(self, layer: int) -> Sight:
+        """What a layer's slots see, by its number. Sliding layers are causal inside a block unless
+        `is_causal` says otherwise, as in the package `dflash`, vLLM and SGLang."""
+        sliding = bool(self.layer_types) and self.layer_types[layer] == SLIDING
+        causal = sliding if self.is_causal is None else self.is_causal
+        return Sight(self.sliding_window if sliding else None, causal)
+
+    def facts(self) -> dict[str, Any]:
+        """The fields as JSON reads them back, for checkpoints. Those of variants and of sliding
+        layers only where they are set: checkpoints from before they existed stay equal."""
+        always = ("bos_token_id", "eos_token_id")
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        kept = {
+            f.name: values[f.name]
+            for f in fields(self)
+            if f.name in always or values[f.name] != f.default
+        }
+        return json.loads(json.dumps(kept))
 
     @classmethod
     def from_target(
@@ -68,10 +145,10 @@ class DrafterShape:
         the mask token.
         """
         check_supported(target_config)
-        hidden_size = _need(target_config, "hidden_size")
-        heads = _need(target_config, "num_attention_heads")
-        num_target_layers = _need(target_config, "num_hidden_layers")
-        vocab_size = _need(target_config, "vocab_size")
+        hidden_size = need(target_config, "hidden_size")
+        heads = need(target_config, "num_attention_heads")
+        num_target_layers = need(target_config, "num_hidden_layers")
+        vocab_size = need(target_config, "vocab_size")
         ids = drafter.target_layer_ids
         if ids is None:
             ids = default_layer_ids(num_target_layers, drafter.num_features)
@@ -84,11 +161,13 @@ class DrafterShape:
                     "emitted (not pad or eos)"
                 )
             mask = tokenizer_len
+        types = drafter.layer_types
+        if types is None and drafter.sliding_window:
+            types = [SLIDING] * (drafter.num_layers - 1) + [FULL]
         eos = target_config.get("eos_token_id")
         return cls(
             hidden_size=hidden_size,
-            intermediate_size=drafter.intermediate_size
-            or _need(target_config, "intermediate_size"),
+            intermediate_size=drafter.intermediate_size or need(target_config, "intermediate_size"),
             num_layers=drafter.num_layers,
             num_attention_heads=drafter.num_attention_heads or heads,
             num_key_value_heads=drafter.num_key_value_heads
@@ -97,7 +176,7 @@ class DrafterShape:
             head_dim=drafter.head_dim or target_config.get("head_dim") or hidden_size // heads,
             vocab_size=vocab_size,
             rms_norm_eps=float(target_config.get("rms_norm_eps", 1e-6)),
-            rope_theta=_rope_theta(target_config),
+            rope_theta=rope_theta(target_config),
             max_position_embeddings=int(target_config.get("max_position_embeddings", 40960)),
             block_size=drafter.block_size,
             mask_token_id=int(mask),
@@ -105,97 +184,26 @@ class DrafterShape:
             num_target_layers=num_target_layers,
             bos_token_id=target_config.get("bos_token_id"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+            variant=drafter.variant,
+            layer_types=layer_types(types),
+            sliding_window=drafter.sliding_window,
+            # Published DFlash 2 drafters have sliding layers that look both ways.
+            is_causal=True if drafter.causal else False if drafter.variant == "dflash2" else None,
+            **{key: getattr(drafter, key) for key in PARTS[drafter.variant]},
         )
 
     def to_config(self, dtype: str) -> dict[str, Any]:
-        """The published config.json; `dtype` is that of model.safetensors, e.g. "bfloat16".
+        """The published config.json; see `published.write_config`."""
+        from dflashdist.model.published import write_config  # which reads this class
 
-        Both RoPE spellings are written: transformers 5 reads `rope_parameters`, while 4.x readers
-        that find no `rope_theta` fall back to 10000 in silence. No `auto_map`: it would promise a
-        Python file that the folder does not have.
-        """
-        eos = self.eos_token_id
-        return {
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            "block_size": self.block_size,
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.target_layer_ids),
-            },
-            "num_target_layers": self.num_target_layers,
-            "num_hidden_layers": self.num_layers,
-            "layer_types": ["full_attention"] * self.num_layers,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "initializer_range": 0.02,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "max_window_layers": self.num_layers,
-            "tie_word_embeddings": False,
-            "vocab_size": self.vocab_size,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
-            "use_cache": True,
-            "dtype": dtype,
-        }
+        return write_config(self, dtype)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DrafterShape":
-        """The shape in a drafter's config.json, ours or another trainer's.
+        """The shape in a drafter's config.json; see `published.read_config`."""
+        from dflashdist.model.published import read_config
 
-        Raises InputError where the folder is no DFlash drafter, or one of a kind not supported
-        (sliding layers, scaled RoPE, biases).
-        """
-        extra = config.get("dflash_config")
-        if not isinstance(extra, dict) or "mask_token_id" not in extra:
-            raise InputError("config.json has no dflash_config.mask_token_id: not a DFlash drafter")
-        layers = set(config.get("layer_types") or ["full_attention"])
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        if layers != {"full_attention"}:
-            raise InputError(
-                f"drafter layer_types {sorted(layers)}: only full_attention is supported"
-            )
-        if scaling.get("rope_type", scaling.get("type", "default")) != "default":
-            raise InputError(f"drafter RoPE {scaling}: only the default kind is supported")
-        if config.get("attention_bias") or config.get("hidden_act", "silu") != "silu":
-            raise InputError(
-                "drafter with attention_bias or an activation other than silu: unsupported"
-            )
-        eos = config.get("eos_token_id")
-        block_size = extra.get("block_size", config.get("block_size"))
-        if block_size is None:
-            raise InputError("config.json has no block_size: not a DFlash drafter")
-        heads = _need(config, "num_attention_heads")
-        return cls(
-            hidden_size=_need(config, "hidden_size"),
-            intermediate_size=_need(config, "intermediate_size"),
-            num_layers=_need(config, "num_hidden_layers"),
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or _need(config, "hidden_size") // heads,
-            vocab_size=_need(config, "vocab_size"),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=_rope_theta(config),
-            max_position_embeddings=int(config.get("max_position_embeddings", 40960)),
-            block_size=int(block_size),
-            mask_token_id=int(extra["mask_token_id"]),
-            target_layer_ids=tuple(extra.get("target_layer_ids", ())),
-            num_target_layers=_need(config, "num_target_layers"),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-        )
+        return read_config(config)
 
 
 def default_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
@@ -289,14 +297,22 @@ def target_file(path: str, name: str, revision: str | None = None) -> Path | Non
         raise InputError(f"{path}: neither a folder nor found on the hub ({reason})") from error
 
 
-def _need(config: dict[str, Any], key: str) -> int:
+def layer_types(types: list[str] | None) -> tuple[str, ...]:
+    """() where every layer has full attention. Raises InputError for any other kind of layer."""
+    unknown = sorted(set(types or ()) - {FULL, SLIDING})
+    if unknown:
+        raise InputError(f"drafter layer_types {unknown}: supported are {FULL}, {SLIDING}")
+    return tuple(types) if types and SLIDING in types else ()
+
+
+def need(config: dict[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int):
         raise InputError(f"config.json of type {config.get('model_type', '?')} has no {key}")
     return value
 
 
-def _rope_theta(config: dict[str, Any]) -> float:
+def rope_theta(config: dict[str, Any]) -> float:
     parameters = config.get("rope_parameters") or {}
     parameters = parameters.get("full_attention", parameters)  # a set for each kind of layer
     return float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)

@@ -1,5 +1,7 @@
 """The frozen target: hidden states of its tapped layers, from the fewest layers that give them.
 
+With its last state, all layers: what the head makes the target's distribution of.
+
 The only place of training that imports transformers (inside functions: the import takes seconds
 and drafter ranks never need it).
 """
@@ -14,24 +16,26 @@ from dflashdist.model.shape import check_layer_ids, check_supported, read_target
 
 
 class Target:
-    """A dense causal language model of transformers, cut after its last tapped layer, no head."""
+    """A dense causal language model of transformers, cut after the last layer needed, no head."""
 
     def __init__(
         self,
         path: str,
         layer_ids: tuple[int, ...] | list[int],
         *,
+        with_last: bool = False,
         dtype: str | torch.dtype = AUTO,
         device: str | torch.device = "cpu",
         revision: str | None = None,
         attention: str = AUTO,
         trust_remote_code: bool = False,
     ):
-        """Load from a folder or hub name; weights past the last tapped layer are never read.
+        """Load from a folder or hub name; weights past the last layer needed are never read.
 
         Args:
             layer_ids: tapped layers, 0-based, in the order in which they are concatenated; id l is
                 the output of decoder layer l, before any final norm.
+            with_last: keep all layers, and give the state after the final norm as well.
             dtype: auto = bfloat16 on CUDA, float32 elsewhere.
             attention: transformers' attn_implementation; auto = its own choice, SDPA.
 
@@ -42,13 +46,13 @@ class Target:
         check_supported(config)
         self.num_layers: int = config["num_hidden_layers"]
         check_layer_ids(tuple(layer_ids), self.num_layers)
-        self.layer_ids = tuple(layer_ids)
+        self.layer_ids, self.with_last = tuple(layer_ids), with_last
         self.device = torch.device(device)
         if dtype == AUTO:
             dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.model, layers = _load(
             path,
-            1 + max(layer_ids),
+            self.num_layers if with_last else 1 + max(layer_ids),
             dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
             revision=revision,
             attention=attention,
@@ -62,7 +66,7 @@ class Target:
 
     @torch.no_grad()  # not inference_mode: a drafter in the same process saves these for backward
     def hidden_states(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Outputs of the tapped layers side by side, zero at the padding.
+        """Outputs of the tapped layers side by side, then the last normed one; 0 at the padding.
 
         No attention mask is passed: with padding on the right, a causal model's real tokens never
         see it, and SDPA runs its faster causal kernel.
@@ -71,11 +75,14 @@ class Target:
             ids: int64 [B, S], right padded. lengths: int64 [B].
 
         Returns:
-            [B, S, K*H] in the model's dtype, on its device.
+            [B, S, K*H] in the model's dtype, on its device; [B, S, (K+1)*H] `with_last`.
         """
         ids, lengths = ids.to(self.device), lengths.to(self.device)
-        self.model(input_ids=ids, use_cache=False)
-        hidden = torch.cat([self._tapped.pop(layer_id) for layer_id in self.layer_ids], -1)
+        output = self.model(input_ids=ids, use_cache=False)
+        states = [self._tapped.pop(layer_id) for layer_id in self.layer_ids]
+        if self.with_last:
+            states.append(output.last_hidden_state)
+        hidden = torch.cat(states, -1)
         padding = torch.arange(ids.shape[1], device=self.device) >= lengths[:, None]
         return hidden.masked_fill_(padding[..., None], 0.0)
 

@@ -27,9 +27,9 @@ from dflashdist.model.blocks import (
     block_ids,
     block_labels,
     block_positions,
-    decay_weights,
     dense_mask,
     draw_anchors,
+    slot_weights,
 )
 from dflashdist.model.drafter import Drafter, save_drafter
 from dflashdist.model.frozen import Frozen
@@ -118,7 +118,7 @@ class Package:
             block_size=shape.block_size,
             contiguous_only=True,
         )
-        weights = decay_weights(shape.block_size, decay=True, gamma=None)
+        weights = slot_weights(shape.block_size, weights="decay", gamma=None)
         weights = weights.expand_as(supervised)[supervised]
         logits = F.linear(out[supervised.flatten(1)], self.frozen.head)
         losses = F.cross_entropy(logits, labels[supervised], reduction="none")

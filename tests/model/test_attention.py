@@ -11,6 +11,7 @@ from dflashdist.model.attention import (
     flex_mask,
 )
 from dflashdist.model.blocks import dense_mask
+from dflashdist.model.shape import WHOLE, Sight
 
 
 def draw(
@@ -38,10 +39,12 @@ def draw(
     return [t.requires_grad_() for t in tensors], anchors.to(device), keep.to(device)
 
 
-def attention_errors(num_blocks, block_size, context, *, device="cpu") -> tuple[float, float]:
+def attention_errors(
+    num_blocks, block_size, context, *, device="cpu", sight=WHOLE
+) -> tuple[float, float]:
     """Largest difference from the dense reference, of the output and of any gradient."""
     tensors, anchors, keep = draw(num_blocks, block_size, context, device=device)
-    layout = BlockLayout.build(anchors, keep, context, block_size)
+    layout = BlockLayout.build(anchors, keep, context, block_size, sight)
     kept = keep.repeat_interleave(block_size, 1)[:, None, :, None]
     up = torch.randn(
         2, 4, num_blocks * block_size, 16, generator=torch.Generator().manual_seed(1)
@@ -49,7 +52,7 @@ def attention_errors(num_blocks, block_size, context, *, device="cpu") -> tuple[
     results = []
     for out in (
         block_attention(*tensors, layout),
-        dense_block_attention(*tensors, anchors, keep),
+        dense_block_attention(*tensors, anchors, keep, sight),
     ):
         grads = torch.autograd.grad((out * up * kept).sum(), tensors)
         results.append((out * kept, grads))
@@ -90,10 +93,10 @@ def test_dropped_blocks_are_finite_and_without_gradient():
     assert q[0, :, :8].any() and v_blk[0, :, :8].any()
 
 
-def tile_mask(num_blocks: int, block_size: int, context: int):
+def tile_mask(num_blocks: int, block_size: int, context: int, sight: Sight = WHOLE):
     """(allowed by tiles and rule, allowed by the dense mask, tiles computed / all tiles)."""
     _, anchors, keep = draw(num_blocks, block_size, context, seed=4)
-    block_mask = flex_mask(anchors, keep, context, block_size)
+    block_mask = flex_mask(anchors, keep, context, block_size, sight)
     num_slots, num_keys = num_blocks * block_size, context + num_blocks * block_size
     q, key = torch.arange(num_slots)[:, None], torch.arange(num_keys)[None]
     rule = torch.stack([block_mask.mask_mod(torch.tensor(b), 0, q, key) for b in range(2)])
@@ -112,7 +115,8 @@ def tile_mask(num_blocks: int, block_size: int, context: int):
     full, full_tiles = spread(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     assert not (partial_tiles & full_tiles).any()
     share = (partial_tiles | full_tiles).float().mean().item()
-    return full | (partial & rule), dense_mask(anchors, keep, context, block_size)[:, 0], share
+    dense = dense_mask(anchors, keep, context, block_size, sight)[:, 0]
+    return full | (partial & rule), dense, share
 
 
 @pytest.mark.parametrize(

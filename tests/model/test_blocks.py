@@ -9,10 +9,10 @@ import torch
 from dflashdist.model.blocks import (
     block_ids,
     block_labels,
-    decay_weights,
     dense_mask,
     draw_anchors,
     pack,
+    slot_weights,
     unpack,
 )
 
@@ -96,13 +96,13 @@ def test_labels_against_the_definition(contiguous_only):
 
 
 @pytest.mark.parametrize(("block_size", "gamma"), [(16, 7), (10, 5), (8, 4), (6, 2.7)])
-def test_decay_weights(block_size, gamma):
-    weights = decay_weights(block_size, decay=True, gamma=None)
+def test_slot_weights(block_size, gamma):
+    weights = slot_weights(block_size, weights="decay", gamma=None)
     expected = [0.0] + [math.exp(-(k - 1) / gamma) for k in range(1, block_size)]
     assert weights.tolist() == pytest.approx(expected, rel=1e-6)  # float32
-    assert decay_weights(block_size, decay=False, gamma=None).tolist() == [0.0] + [1.0] * (
-        block_size - 1
-    )
+    for kind in ("uniform", "dpace"):
+        ones = slot_weights(block_size, weights=kind, gamma=None).tolist()
+        assert ones == [0.0] + [1.0] * (block_size - 1)
 
 
 def test_dense_mask_against_the_definition():

@@ -9,11 +9,12 @@ from dflashdist.model.drafter import Drafter, save_drafter
 
 def parity_error(drafter: Drafter, folder, device: str = "cpu") -> float:
     """Largest difference between our training blocks and dflash's forward, context [0, a)."""
-    from dflash.model import DFlashDraftModel
+    from dflash.model import DFlash2DraftModel, DFlashDraftModel
 
     shape = drafter.shape
     save_drafter(folder, drafter, "float32")
-    theirs = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    model = DFlash2DraftModel if shape.variant == "dflash2" else DFlashDraftModel
+    theirs = model.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     ours = drafter.to(device)
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(2, 40, shape.num_features * shape.hidden_size, generator=generator).to(

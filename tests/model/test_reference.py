@@ -43,7 +43,7 @@ def reference_error(case: str, device: str = "cpu") -> tuple[float, float]:
         {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     )
     loss_config = LossConfig(
-        decay=wanted["gamma"] is not None,
+        weights="uniform" if wanted["gamma"] is None else "decay",
         gamma=wanted["gamma"],
         contiguous_only=False,
         chunk_size=7,  # several chunks, the last one partial

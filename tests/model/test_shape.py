@@ -48,6 +48,9 @@ def test_either_rope_spelling_and_either_place_of_block_size_is_read():
     config = shape.to_config("bfloat16")
     del config["rope_theta"]
     assert DrafterShape.from_config(config) == shape
+    config = shape.to_config("bfloat16")
+    del config["dflash_config"]["target_layer_ids"]  # as many features as layers, by the rule
+    assert DrafterShape.from_config(config) == shape
     by_kind = {"full_attention": {"rope_theta": 7e5}, "sliding_attention": {"rope_theta": 1e4}}
     target = {**QWEN3_8B, "rope_parameters": by_kind}
     assert DrafterShape.from_target(target, 151669, DrafterConfig()).rope_theta == 7e5
@@ -113,7 +116,13 @@ def test_unsupported_targets_are_refused(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": ["sliding_attention"]}, "only full_attention"),
+        ({"layer_types": ["linear_attention"]}, "supported are full_attention, sliding_attention"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "5 layers need as many"),
+        ({"layer_types": ["sliding_attention"] * 5}, "need each other"),
+        ({"layer_types": ["sliding_attention"] * 5, "sliding_window": 8}, "less than a block"),
+        ({"architectures": ["DominoDraftModel"]}, "architecture DominoDraftModel"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"input_embedding_scale": 2.0}, "input_embedding_scale"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "only the default kind"),
         ({"attention_bias": True}, "attention_bias"),
         ({"dflash_config": {}}, "not a DFlash drafter"),

@@ -57,6 +57,34 @@ def test_only_the_needed_layers_are_kept(target_folder):
     assert not target.model.training
 
 
+def test_last_state_is_what_the_head_reads(target_folder, full_model):
+    """Behind the tapped ones, which do not change; after the final norm, of all layers."""
+    target = Target(target_folder, [3, 1], with_last=True)
+    assert len(target.model.layers) == 6
+    hidden = target.hidden_states(IDS, LENGTHS)
+    tapped, last = hidden.tensor_split([2 * target.hidden_size], -1)
+    assert last.shape == (3, 20, target.hidden_size)
+    assert torch.equal(tapped, Target(target_folder, [3, 1]).hidden_states(IDS, LENGTHS))
+    with torch.no_grad():
+        output = full_model(IDS, output_hidden_states=True)
+    for b, n in enumerate(LENGTHS.tolist()):
+        assert torch.equal(last[b, :n], output.hidden_states[-1][b, :n])
+        logits = last[b, :n] @ full_model.lm_head.weight.detach().T
+        # A float32 product of another size.
+        torch.testing.assert_close(logits, output.logits[b, :n], rtol=1e-5, atol=1e-5)
+        assert not last[b, n:].any()
+
+
+def test_last_state_of_a_tapped_last_layer(target_folder):
+    """The tapped one is from before the final norm, the last one from after it."""
+    hidden = Target(target_folder, [5], with_last=True).hidden_states(IDS[:1], LENGTHS[:1])
+    before, after = hidden.chunk(2, -1)
+    weight = Frozen.load(target_folder).final_norm
+    normed = torch.nn.functional.rms_norm(before, before.shape[-1:], weight, 1e-6)
+    # Float32, another kernel.
+    torch.testing.assert_close(normed, after, rtol=1e-5, atol=1e-5)
+
+
 def test_row_alone_equals_row_in_a_padded_batch(target_folder):
     target = Target(target_folder, [1, 3])
     together = target.hidden_states(IDS, LENGTHS)

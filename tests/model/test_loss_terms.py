@@ -1,0 +1,212 @@
+"""The loss module with every kind of term and weight, against plain loops over its slots."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dflashdist.config import LossConfig
+from dflashdist.model.blocks import block_ids, draw_anchors, draw_prefixes
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.frozen import Frozen
+from dflashdist.model.loss import DrafterBatch, DrafterLoss, LossSums
+
+WIDTH, GAMMA = 30, 2.5
+ROWS = (4, 9)
+
+
+@pytest.fixture(scope="module")
+def frozen(shape) -> Frozen:
+    draw = torch.Generator().manual_seed(21)
+    table = torch.randn(2, shape.vocab_size, shape.hidden_size, generator=draw)
+    return Frozen(table[0], table[1] * shape.hidden_size**-0.5, torch.ones(shape.hidden_size))
+
+
+def make_batch(shape, *, prefix: float | None = None) -> DrafterBatch:
+    """Two rows; the second has a gap in its loss mask at 12 and 13."""
+    draw = torch.Generator().manual_seed(22)
+    mask = torch.zeros(2, WIDTH, dtype=torch.bool)
+    mask[0, 4:20] = True
+    mask[1, 8:28] = True
+    mask[1, 12:14] = False
+    anchors, keep = draw_anchors(mask, ROWS, seed=0, epoch=0, num_anchors=9)
+    where = {"seed": 0, "epoch": 0, "block_size": shape.block_size}
+    return DrafterBatch(
+        ids=torch.randint(0, 90, (2, WIDTH), generator=draw),
+        loss_mask=mask,
+        hidden=torch.randn(2, WIDTH, shape.num_features * shape.hidden_size, generator=draw),
+        anchors=anchors,
+        keep=keep,
+        lengths=torch.tensor([25, WIDTH]),
+        last=torch.randn(2, WIDTH, shape.hidden_size, generator=draw),
+        prefix=None if prefix is None else draw_prefixes(mask, anchors, ROWS, base=prefix, **where),
+    )
+
+
+def term(name: str, logits, teacher_logits, label) -> torch.Tensor:
+    log_p, log_t = F.log_softmax(logits, -1), F.log_softmax(teacher_logits, -1)
+    p, t = log_p.exp(), log_t.exp()
+    return {
+        "ce": -log_p[label],
+        "hard": -log_p[teacher_logits.argmax()],
+        "kl": (t * (log_t - log_p)).sum(),
+        "reverse_kl": (p * (log_p - log_t)).sum(),
+        "tv": (p - t).abs().sum() / 2,
+    }[name]
+
+
+def plain_loss(drafter, frozen, batch, config: LossConfig) -> tuple[torch.Tensor, float]:
+    """Loss sum, for autograd, and its denominator: position by position, all logits at once."""
+    shape = drafter.shape
+    size = shape.block_size
+    prefix = torch.ones_like(batch.anchors) if batch.prefix is None else batch.prefix
+    tokens = torch.full((*batch.anchors.shape, size), shape.mask_token_id)
+    for b, n in torch.nonzero(batch.keep).tolist():
+        for k in range(int(prefix[b, n])):
+            tokens[b, n, k] = batch.ids[b, batch.anchors[b, n] + k]
+    output = drafter(batch.hidden, frozen.embedding[tokens.flatten(1)], batch.anchors, batch.keep)
+    logits = (output @ frozen.head.T).unflatten(1, (-1, size))
+    loss, weight = torch.zeros(()), 0.0
+    for b, n in torch.nonzero(batch.keep).tolist():
+        anchor, shown = int(batch.anchors[b, n]), int(prefix[b, n])
+        taught = []  # (slot, position of its label)
+        for k in range(size):
+            at = anchor + k + shape.ahead
+            if at == anchor:
+                continue
+            if at >= WIDTH or not batch.loss_mask[b, at]:
+                if config.contiguous_only:
+                    break
+                continue
+            if at >= anchor + shown:
+                taught.append((k, at))
+        survival, reached = 1.0, []
+        for k, at in taught:
+            ce = F.cross_entropy(logits[b, n, k], batch.ids[b, at]).item()
+            survival *= (1 - config.dpace_alpha) * math.exp(-ce) + config.dpace_alpha
+            reached.append(survival)
+        for index, (k, at) in enumerate(taught):
+            teacher_logits = frozen.head @ batch.last[b, at - 1]
+            slot = sum(
+                share * term(name, logits[b, n, k], teacher_logits, batch.ids[b, at])
+                for name, share in config.terms.items()
+            )
+            if config.weights == "dpace":
+                loss, weight = loss + sum(reached[index:]) * slot, weight + 1
+            else:
+                uniform = config.weights == "uniform"
+                w = 1.0 if uniform else math.exp(-(at - anchor - shown) / GAMMA)
+                loss, weight = loss + w * slot, weight + w
+    return loss, weight
+
+
+CASES = {
+    "kl": {"terms": {"kl": 1.0}},
+    "mixture": {"terms": {"ce": 0.1, "tv": 0.9, "reverse_kl": 0.5, "hard": 0.3}},
+    "hard uniform": {"terms": {"hard": 1.0}, "weights": "uniform"},
+    "dpace": {"weights": "dpace"},
+    "dpace kl": {"weights": "dpace", "dpace_alpha": 0.2, "terms": {"kl": 1.0}},
+}
+
+
+@pytest.mark.parametrize("contiguous_only", [True, False])
+@pytest.mark.parametrize("prefix", [None, 0.9], ids=["", "prefix"])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_against_a_plain_loop(
+    shape, drafter, frozen, case, prefix, contiguous_only
+):
+    config = LossConfig(**CASES[case], gamma=GAMMA, chunk_size=5, contiguous_only=contiguous_only)
+    batch = make_batch(shape, prefix=prefix)
+    check(drafter, frozen, batch, config)
+
+
+def check(drafter, frozen, batch, config) -> None:
+    shape = drafter.shape
+    loss, vector = DrafterLoss(drafter, frozen, shape, config)(batch)
+    sums = LossSums(vector, shape.block_size + shape.ahead)
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
+    ours = torch.autograd.grad(loss, parameters, allow_unused=True)
+    plain, weight = plain_loss(drafter, frozen, batch, config)
+    expected = torch.autograd.grad(plain, parameters, allow_unused=True)
+    # Float32 logits of size 1 and sums of some 50 slots.
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-5)
+    assert sums.part("loss").item() == pytest.approx(plain.item(), rel=1e-5)
+    assert sums.weight == pytest.approx(weight, rel=1e-6)
+    for tensor, other in zip(ours, expected, strict=True):
+        assert (tensor is None) == (other is None)
+        if tensor is not None:
+            assert (tensor - other).abs().max() < 1e-5 * other.abs().max()
+
+
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_where_the_anchor_drafts_too(shape, frozen, weights):
+    """DSpark's labels: slot k says a + k + 1, its decay begins at slot 0."""
+    dspark = dataclasses.replace(shape, variant="dspark")  # without its heads
+    drafter = Drafter(dspark)
+    drafter.reset_parameters("fan_in", seed=1)
+    config = LossConfig(terms={"ce": 0.1, "tv": 0.9}, gamma=GAMMA, chunk_size=5, weights=weights)
+    check(drafter, frozen, make_batch(dspark), config)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 7, 1000])
+def test_chunks_change_nothing(shape, drafter, frozen, chunk_size):
+    """D-PACE's weights need whole blocks, whatever a chunk holds."""
+    batch = make_batch(shape)
+    vectors = []
+    for size in (chunk_size, 12):
+        config = LossConfig(weights="dpace", chunk_size=size)
+        vectors.append(DrafterLoss(drafter, frozen, shape, config)(batch)[1])
+    # Products of other sizes may sum in another order.
+    torch.testing.assert_close(*vectors, rtol=1e-6, atol=0)
+
+
+def test_a_perfect_drafter_has_no_soft_loss(shape, drafter, frozen):
+    """Where the target's states are the drafter's own, kl and reverse_kl are 0, and so is their
+    gradient (that of tv jumps there)."""
+    batch = make_batch(shape)
+    tokens = block_ids(
+        batch.ids,
+        batch.anchors,
+        batch.keep,
+        block_size=shape.block_size,
+        mask_token_id=shape.mask_token_id,
+    )
+    # One block a row, or two blocks would want two states at one position.
+    batch = dataclasses.replace(batch, anchors=batch.anchors[:, :1], keep=batch.keep[:, :1])
+    tokens = tokens[:, : shape.block_size]
+    with torch.no_grad():
+        out = drafter(batch.hidden, frozen.embedding[tokens], batch.anchors, batch.keep)
+    for b in range(2):
+        for k in range(1, shape.block_size):
+            batch.last[b, batch.anchors[b, 0] + k - 1] = out[b, k]
+    config = LossConfig(terms={"kl": 1.0, "reverse_kl": 1.0})
+    loss, _ = DrafterLoss(drafter, frozen, shape, config)(batch)
+    loss.backward()
+    assert abs(loss.item()) < 1e-5  # float32 log-probabilities, summed over 99 words
+    assert max(p.grad.abs().max().item() for p in drafter.parameters()) < 1e-4
+
+
+def test_without_the_last_state_a_soft_term_is_refused(shape, drafter, frozen):
+    batch = dataclasses.replace(make_batch(shape), last=None)
+    module = DrafterLoss(drafter, frozen, shape, LossConfig(terms={"kl": 1.0}))
+    with pytest.raises(AssertionError, match="last states"):
+        module(batch)
+
+
+def test_prefix_one_is_no_prefix(shape, drafter, frozen):
+    """To the bit: loss, sums, inputs and labels."""
+    batch = make_batch(shape)
+    ones = dataclasses.replace(batch, prefix=torch.ones_like(batch.anchors))
+    module = DrafterLoss(drafter, frozen, shape, LossConfig())
+    (loss, vector), (other, other_vector) = module(batch), module(ones)
+    assert torch.equal(loss, other) and torch.equal(vector, other_vector)
+
+
+def test_batch_moves_with_what_it_has(shape):
+    batch = make_batch(shape, prefix=0.9)
+    moved = batch.to("meta")
+    assert moved.last is not None and moved.last.device.type == "meta"
+    assert moved.prefix is not None and moved.prefix.device.type == "meta"
+    assert dataclasses.replace(batch, last=None).to("cpu").last is None

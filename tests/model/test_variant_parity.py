@@ -1,0 +1,95 @@
+"""Variants against the published inference package, through saved folders."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_dflash_parity import parity_error
+from torch import nn
+from variants import CHANGES, variant_drafter
+
+from dflashdist.model.drafter import load_drafter, save_drafter
+from dflashdist.model.drafting import greedy_drafts, sampled_drafts
+
+
+@pytest.fixture(autouse=True)
+def package():
+    pytest.importorskip("dflash.model", reason="the package dflash (extra `dev`) is not installed")
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"dspark"}))
+def test_training_block_equals_the_package(shape, tmp_path, name):
+    # Two float32 implementations of the same sums; values are of size 1.
+    assert parity_error(variant_drafter(shape, name), tmp_path) < 1e-4
+
+
+def package_model(folder):
+    """The package's DFlash 2 model from a folder of ours, and what it did not find or know."""
+    from dflash.model import DFlash2DraftModel
+
+    model, info = DFlash2DraftModel.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    return model.eval(), {k: set(v) for k, v in info.items() if k != "error_msgs"}
+
+
+@pytest.mark.parametrize("name", ["dflash2", "dflash2 full"])
+def test_proposals_equal_the_package(shape, tmp_path, name):
+    """Greedy proposals of whole blocks, and the distribution that the first draft is drawn from."""
+    drafter = variant_drafter(shape, name)
+    save_drafter(tmp_path, drafter, "float32")
+    theirs, info = package_model(tmp_path)
+    assert not any(info.values()), info
+    generator = torch.Generator().manual_seed(0)
+    states = 2 * torch.randn(60, shape.block_size, shape.hidden_size, generator=generator)
+    head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False).requires_grad_(False)
+    anchors = torch.randint(shape.vocab_size, (60,), generator=generator)
+    ours = greedy_drafts(drafter, states, anchors, head.weight)
+    with torch.no_grad():
+        expected, candidates, _ = theirs.propose(states[:, 1:], anchors, head, 0.0)
+        assert torch.equal(ours, expected)
+        # The selector decides: its choice is not the most likely token of the slot.
+        assert (ours != head(states[:, 1:]).argmax(-1)).float().mean() > 0.2
+        _, candidates, probs = theirs.propose(states[:, 1:], anchors, head, 0.7)
+    _, own = sampled_drafts(drafter, states, anchors, head.weight, 0.7, generator)
+    whole = torch.zeros(60, shape.vocab_size).scatter_(1, candidates[:, 0], probs[:, 0])
+    assert torch.allclose(own[:, 0], whole, atol=1e-5)  # float32 softmax of the same scores
+
+
+def test_files_of_dflash2_have_the_published_names(shape, tmp_path):
+    drafter = variant_drafter(shape, "dflash2")
+    save_drafter(tmp_path, drafter, "bfloat16")
+    sizes = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
+    width, vocabulary, groups = shape.hidden_size, shape.vocab_size, shape.hidden_size // 8
+    for i in range(shape.num_layers):
+        for conv in ("attention_conv", "mlp_conv"):
+            assert sizes[f"layers.{i}.{conv}.base_kernel"] == (2, 2, width)
+            assert sizes[f"layers.{i}.{conv}.kernel_projection.weight"] == (2 * 2 * groups, width)
+    assert sizes["candidate_selector.predecessor_codebook"] == (vocabulary, 5)
+    assert sizes["candidate_selector.successor_codebook"] == (vocabulary, 5)
+    assert sizes["candidate_selector.hidden_projection.weight"] == (5, width)
+    assert len(sizes) == (11 + 4) * shape.num_layers + 3 + 3
+    _, info = package_model(tmp_path)
+    assert not any(info.values()), info
+
+
+def test_files_of_dspark_have_the_published_names(shape, tmp_path):
+    drafter = variant_drafter(shape, "dspark")
+    save_drafter(tmp_path, drafter, "bfloat16")
+    sizes = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
+    added = {name: size for name, size in sizes.items() if "_head." in name}
+    assert added == {
+        "markov_head.markov_w1.weight": (shape.vocab_size, 4),
+        "markov_head.markov_w2.weight": (shape.vocab_size, 4),
+        "confidence_head.proj.weight": (1, shape.hidden_size + 4),
+        "confidence_head.proj.bias": (1,),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_save_and_load(shape, tmp_path, name):
+    drafter = variant_drafter(shape, name)
+    save_drafter(tmp_path, drafter, "float32")
+    loaded = load_drafter(tmp_path)
+    assert loaded.shape == drafter.shape
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
