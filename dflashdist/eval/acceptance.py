@@ -1,16 +1,13 @@
-"""Acceptance length of a drafter, by real greedy speculative decoding of held-out prompts.
+"""Acceptance length of a drafter, by real speculative decoding of held-out prompts.
 
-Acceptance length is the number of tokens emitted per target pass, the bonus token counted: 1 is
-plain decoding, the block size is the most. The prefill and the token it gives are no pass. Pooled:
-all tokens over all passes; mean: the mean of the responses' own values.
-
-Loops are easy to draft and inflate it, and an answer that reached `max_new_tokens` may be one. So
-everything is reported twice: for all answers, and for the clean ones, which end by themselves and
-do not loop.
+Greedily, the outputs of both loops are compared token by token, always; and the acceptance of the
+very text that was decoded is counted again by training's own code (model/teacher_forced.py): a
+drafter that trains at one acceptance length and serves at another cannot go unseen.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +17,28 @@ from tqdm import tqdm
 
 from dflashdist.config import AUTO, EvaluateConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.data.conversations import RowError, parse_prompt
-from dflashdist.data.sources import Sources
+from dflashdist.data.conversations import RowError
 from dflashdist.eval.decode import (
     CachedTarget,
     Decoded,
+    Rule,
+    decode_plain,
+    decode_speculative,
     is_looping,
-    plain_greedy,
-    speculative_greedy,
 )
+from dflashdist.eval.generate import load_model
+from dflashdist.eval.prompts import Prompt, read_prompts
+from dflashdist.eval.report import Answer, make_report
 from dflashdist.model.drafter import Drafter, load_drafter
+from dflashdist.model.drafting import num_drafts
+from dflashdist.model.frozen import Frozen, target_fingerprint
+from dflashdist.model.loss import DrafterBatch
 from dflashdist.model.shape import check_supported, read_target_config
+from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 
 
 class OutputsDiffer(RuntimeError):
     """Speculative decoding emitted something that plain decoding does not: a bug, never noise."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A prompt decoded both ways."""
-
-    plain: Decoded
-    speculative: Decoded
-    capped: bool  # reached max_new_tokens without an end of turn
-    looping: bool
-    tie: bool = False  # the two parted where rounding decides
 
 
 def evaluate_drafters(
@@ -57,136 +50,150 @@ def evaluate_drafters(
     *,
     dtype: str = AUTO,
     revision: str | None = None,
+    chat: ChatTokenizer | None = None,
 ) -> list[dict[str, Any]]:
-    """Decode the prompts by the target alone, once, and with each drafter: outputs must be equal.
+    """Decode the prompts by the target alone, once, and with each drafter.
 
     Args:
         checkpoints: drafters' folders (config.json and model.safetensors), trained or not.
         target: the whole target, by folder or name.
-        prompts: a source of conversations (data/sources.py); a final answer is left out.
-        evaluate: max_prompts and max_new_tokens.
+        prompts: see `read_prompts`: a file or folder of JSON Lines, a token store, `builtin`.
+        evaluate: its task, max_prompts, max_new_tokens, temperature, batch_size and seed.
         device: auto = CUDA where there is one. dtype: auto = bfloat16 on CUDA, float32 on CPU.
+        chat: the target's tokenizer and chat format; null = as the target's folder has them.
 
     Returns:
-        A report for each, which `format_report` prints; plain values.
+        A report for each, which `format_report` and `draw_figure` show; plain values.
 
     Raises:
-        InputError: a folder, file or prompt that cannot be used.
-        OutputsDiffer: the outputs differ, and rounding does not explain it.
+        InputError: a folder, file or prompt that cannot be used, or another target's drafter.
+        OutputsDiffer: the greedy outputs differ, and rounding does not explain it.
     """
     if device == AUTO:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == AUTO:
         dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
     drafters = [load_drafter(path, dtype=getattr(torch, dtype)) for path in checkpoints]
-    for drafter in drafters:
+    for drafter, path in zip(drafters, checkpoints, strict=True):
         drafter.to(device).eval()
-        _check_fit(target, drafter, revision)
-    chat = ChatTokenizer.load(target, revision)
+        _check_fit(target, drafter, Path(path), revision)
+    chat = chat or ChatTokenizer.load(target, revision)
     positions = min(drafter.shape.max_position_embeddings for drafter in drafters)
-    ids = read_prompts(prompts, chat, evaluate.max_prompts, positions - evaluate.max_new_tokens)
-    whole = _load_target(target, dtype, device, revision)
-    alone = CachedTarget(whole)
-    tapped = [CachedTarget(whole, drafter.shape.target_layer_ids) for drafter in drafters]
-    answers: list[list[Answer]] = [[] for _ in drafters]
-    for prompt in tqdm(ids, desc="evaluate", unit=" prompts", disable=None):
-        limit = (evaluate.max_new_tokens, chat.end_ids)
-        plain = plain_greedy(alone, prompt, *limit)
-        for model, drafter, decoded in zip(tapped, drafters, answers, strict=True):
-            speculative = speculative_greedy(model, drafter, prompt, *limit)
-            tie = check_equal(alone, chat, prompt, plain.tokens, speculative.tokens)
-            capped = speculative.tokens[-1] not in chat.end_ids
-            looping = is_looping(speculative.tokens)
-            decoded.append(Answer(plain, speculative, capped, looping, tie))
+    longest = positions - evaluate.max_new_tokens
+    queue = list(enumerate(read_prompts(prompts, chat, evaluate, longest)))
+    alone = CachedTarget(load_model(target, dtype, device, revision))
+    runs = [
+        _Run(drafter, CachedTarget(alone.model, drafter.shape.target_layer_ids))
+        for drafter in drafters
+    ]
+    rule = _rule(evaluate, chat, device)
+    rules = [_rule(evaluate, chat, device) for _ in runs]  # random numbers of their own
+    seconds, too_long = 0.0, 0
+    with tqdm(total=len(queue), desc="evaluate", unit=" prompts", disable=None) as progress:
+        while queue:
+            batch, queue = queue[: evaluate.batch_size], queue[evaluate.batch_size :]
+            plain, spent = decode_plain(alone, [prompt.ids for _, prompt in batch], rule)
+            seconds += spent
+            for run, own_rule in zip(runs, rules, strict=True):
+                run.decode(batch, plain, own_rule, chat)
+            asked_next = _follow_ups(batch, plain, chat)
+            fitting = [(i, prompt) for i, prompt in asked_next if len(prompt.ids) <= longest]
+            too_long += len(asked_next) - len(fitting)
+            queue = fitting + queue
+            progress.update(len(batch) - len(fitting))
     told: dict[str, Any] = {
         "target": target,
         "prompts": str(prompts),
         "device": device,
         "dtype": dtype,
         "max_new_tokens": evaluate.max_new_tokens,
+        "temperature": evaluate.temperature,
+        "batch_size": evaluate.batch_size,
+        "num_turns_too_long": too_long,
     }
     return [
-        {"checkpoint": str(path)} | told | _report(decoded, drafter.shape.block_size)
-        for path, drafter, decoded in zip(checkpoints, drafters, answers, strict=True)
+        {"checkpoint": str(path), "block_size": run.drafter.shape.block_size, **told}
+        | make_report(run.answers, run.num_drafts, (seconds, run.seconds), evaluate.seed)
+        for path, run in zip(checkpoints, runs, strict=True)
     ]
 
 
-def _report(answers: Sequence[Answer], block_size: int) -> dict[str, Any]:
-    clean = [answer for answer in answers if not (answer.capped or answer.looping)]
-    return {
-        "block_size": block_size,
-        "num_prompts": len(answers),
-        "num_capped": sum(answer.capped for answer in answers),
-        "num_looping": sum(answer.looping for answer in answers),
-        "all": acceptance(answers, block_size),
-        "clean": acceptance(clean, block_size),
-        "tokens_compared_equal": sum(
-            len(answer.plain.tokens) for answer in answers if not answer.tie
-        ),
-        "rounding_ties": sum(answer.tie for answer in answers),
-        **_speed(answers),
-    }
+@dataclass
+class _Run:
+    """One drafter's part of an evaluation."""
 
+    drafter: Drafter
+    target: CachedTarget  # tapped at the drafter's layers
+    answers: list[Answer] = field(default_factory=list)
+    seconds: float = 0.0
 
-def read_prompts(
-    path: str | Path, chat: ChatTokenizer, max_prompts: int, longest: int
-) -> list[list[int]]:
-    """Token ids of the first prompts of a source, generation prompt included.
+    @property
+    def num_drafts(self) -> int:
+        return num_drafts(self.drafter.shape)
 
-    Raises InputError for a row that is no prompt, or one of more than `longest` tokens.
-    """
-    prompts: list[list[int]] = []
-    for origin, payload in Sources([path]).rows():
-        if len(prompts) == max_prompts:
-            break
-        try:
-            prompt = parse_prompt(origin, payload)
-            last = prompt.messages[-1]["role"] == "assistant"
-            messages = prompt.messages[:-1] if last else prompt.messages
-            if not messages:
-                raise RowError("no messages before the answer")
-            prompts.append(chat.encode_prompt(messages, prompt.tools))
-        except RowError as error:
-            raise InputError(f"{origin}: not a prompt: {error}") from error
-        if len(prompts[-1]) > longest:
-            raise InputError(
-                f"{origin}: a prompt of {len(prompts[-1])} tokens, where the target's positions "
-                f"leave {longest}; drop it or lower evaluate.max_new_tokens"
+    def decode(
+        self,
+        batch: Sequence[tuple[int, Prompt]],
+        plain: Sequence[Decoded],
+        rule: Rule,
+        chat: ChatTokenizer,
+    ) -> None:
+        """Decode some prompts, compare with the plain answers if greedy, and note what came."""
+        ids = [prompt.ids for _, prompt in batch]
+        fast, seconds = decode_speculative(self.target, self.drafter, ids, rule)
+        self.seconds += seconds
+        greedy = rule.temperature == 0
+        for (i, prompt), slow, one in zip(batch, plain, fast, strict=True):
+            tie = greedy and check_equal(self.target, chat, prompt.ids, slow.tokens, one.tokens)
+            answer = Answer(
+                slow,
+                one,
+                capped=one.tokens[-1] not in rule.end_ids,
+                looping=is_looping(one.tokens),
+                tie=tie,
+                prompt=i,
+                task=prompt.task,
+                prompt_length=len(prompt.ids),
+                teacher_forced=self._teacher_forced(prompt.ids, one.tokens, rule)
+                if greedy
+                else None,
             )
-    if not prompts:
-        raise InputError(f"{path}: no prompts")
-    return prompts
+            self.answers.append(answer)
 
-
-def acceptance(answers: Sequence[Answer], block_size: int) -> dict[str, Any]:
-    """Acceptance length of some answers, pooled and mean, and by position in the block.
-
-    `position_acceptance[k-1]`: of the passes that offered a k-th draft before the answer's end,
-    the share in which it and all before it were accepted. None where nothing was decoded.
-    """
-    decoded = [answer.speculative for answer in answers if answer.speculative.emitted]
-    passes = sum(len(one.emitted) for one in decoded)
-    tokens = sum(sum(one.emitted) for one in decoded)
-    means = [sum(one.emitted) / len(one.emitted) for one in decoded]
-    accepted = [count for one in decoded for count in one.accepted]
-    offered = [count for one in decoded for count in one.offered]
-    by_position = []
-    for k in range(1, block_size):
-        offers = sum(count >= k for count in offered)
-        by_position.append(sum(count >= k for count in accepted) / offers if offers else None)
-    return {
-        "num_answers": len(answers),
-        "tokens": tokens,
-        "passes": passes,
-        "acceptance_length": tokens / passes if passes else None,
-        "mean_acceptance_length": sum(means) / len(means) if means else None,
-        "position_acceptance": by_position,
-    }
+    @torch.no_grad()  # as in training: inference_mode would compile CUDA's attention once more
+    def _teacher_forced(
+        self, prompt: Sequence[int], tokens: Sequence[int], rule: Rule
+    ) -> AcceptanceSums:
+        """The acceptance of an answer as training counts it: one forward of the target over the
+        text, without a cache, and all its blocks at once."""
+        ids = torch.tensor([[*prompt, *tokens]], device=self.target.device)
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        mask[:, len(prompt) :] = True
+        lengths = ids.new_tensor([ids.shape[1]])
+        nothing = ids.new_zeros(1, 1)
+        batch = DrafterBatch(
+            ids,
+            mask,
+            self.target.states(ids),
+            anchors=nothing,
+            keep=nothing.bool(),
+            lengths=lengths,
+        )
+        head = self.target.head
+        frozen = Frozen(self.target.embedding, head, final_norm=head.new_ones(head.shape[1]))
+        sums = teacher_forced(
+            self.drafter,
+            frozen,
+            batch,
+            end_ids=rule.end_ids,
+            max_new_tokens=rule.max_new_tokens,
+        )
+        return AcceptanceSums(sums.vector.cpu())
 
 
 @torch.inference_mode()
 def check_equal(
-    model: CachedTarget,
+    target: CachedTarget,
     chat: ChatTokenizer,
     prompt: Sequence[int],
     plain: Sequence[int],
@@ -203,8 +210,7 @@ def check_equal(
     at = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(speculative)))
     margin, rounding = float("inf"), 0.0
     if at < min(len(plain), len(speculative)):
-        model.start()
-        logits: Tensor = model.forward([*prompt, *plain[:at]], last_only=True)[0]
+        logits: Tensor = target.prefill([[*prompt, *plain[:at]]], room=0)[0]
         margin = abs(float(logits[plain[at]] - logits[speculative[at]]))
         rounding = 8 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
     if margin <= rounding:
@@ -216,54 +222,29 @@ def check_equal(
     )
 
 
-def format_report(report: dict[str, Any]) -> str:
-    """The report as a table, all answers beside the clean ones."""
-    both = (report["all"], report["clean"])
-    rows = [
-        ("", "all", "clean"),
-        ("answers", *(str(part["num_answers"]) for part in both)),
-        ("tokens", *(f"{part['tokens']:,}" for part in both)),
-        ("target passes", *(f"{part['passes']:,}" for part in both)),
-        ("acceptance length, pooled", *(_number(part["acceptance_length"]) for part in both)),
-        ("acceptance length, mean", *(_number(part["mean_acceptance_length"]) for part in both)),
-    ]
-    for k in range(report["block_size"] - 1):
-        shares = (part["position_acceptance"][k] for part in both)
-        rows.append((f"  draft {k + 1} accepted", *(_number(share) for share in shares)))
-    lines = [f"{name:<26}  {first:>8}  {second:>8}" for name, first, second in rows]
-    return "\n".join(
-        [
-            f"{report['checkpoint']}: {report['num_prompts']} prompts, {report['dtype']} on "
-            f"{report['device']}; left out of clean: {report['num_capped']} capped at "
-            f"{report['max_new_tokens']} tokens, {report['num_looping']} looping",
-            *lines,
-            f"tokens/s: {report['plain_tokens_per_second']:.0f} plain, "
-            f"{report['speculative_tokens_per_second']:.0f} speculative "
-            f"({report['speedup']:.2f}x); {report['tokens_compared_equal']:,} tokens equal"
-            + (f", {report['rounding_ties']} answers up to a tie" * bool(report["rounding_ties"])),
-        ]
-    )
+def _follow_ups(
+    batch: Sequence[tuple[int, Prompt]], answers: Sequence[Decoded], chat: ChatTokenizer
+) -> list[tuple[int, Prompt]]:
+    """The next turns of those prompts that have one, after the target's own answers."""
+    found = []
+    for (i, prompt), answer in zip(batch, answers, strict=True):
+        ended = answer.tokens[-1] in chat.end_ids
+        text = chat.decode(answer.tokens[:-1] if ended else answer.tokens)
+        try:
+            following = prompt.follow_up(text, chat)
+        except RowError as error:
+            raise InputError(f"{prompt.origin}: no prompt in its next turn: {error}") from error
+        if following:
+            found.append((i, following))
+    return found
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _rule(evaluate: EvaluateConfig, chat: ChatTokenizer, device: str) -> Rule:
+    generator = torch.Generator(device).manual_seed(evaluate.seed)
+    return Rule(evaluate.max_new_tokens, chat.end_ids, evaluate.temperature, generator)
 
 
-def _speed(answers: Sequence[Answer]) -> dict[str, float]:
-    """Tokens a second after the prefill, batch size 1, of both loops."""
-    rates = []
-    for loop in ("plain", "speculative"):
-        decoded = [getattr(answer, loop) for answer in answers]
-        seconds = sum(one.seconds for one in decoded)
-        rates.append(sum(sum(one.emitted) for one in decoded) / max(seconds, 1e-9))
-    return {
-        "plain_tokens_per_second": rates[0],
-        "speculative_tokens_per_second": rates[1],
-        "speedup": rates[1] / max(rates[0], 1e-9),
-    }
-
-
-def _check_fit(path: str, drafter: Drafter, revision: str | None) -> None:
+def _check_fit(path: str, drafter: Drafter, checkpoint: Path, revision: str | None) -> None:
     """Raises InputError for a target that is unsupported or not the one of this drafter."""
     config = read_target_config(path, revision)
     check_supported(config)
@@ -277,19 +258,23 @@ def _check_fit(path: str, drafter: Drafter, revision: str | None) -> None:
             raise InputError(
                 f"{path}: {key} is {config[key]}, the drafter was made for a target with {expected}"
             )
+    trained_for, found = _trained_for(checkpoint), target_fingerprint(path, revision)
+    if trained_for not in (None, found):
+        raise InputError(
+            f"{path}: another target (fingerprint {found}) than {checkpoint} was trained for "
+            f"({trained_for}): point target.path at that one"
+        )
 
 
-def _load_target(path: str, dtype: str, device: str, revision: str | None) -> torch.nn.Module:
-    """The whole target, ready to decode. Raises InputError."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
-    auto: Any = AutoModelForCausalLM
+def _trained_for(checkpoint: Path) -> str | None:
+    """Fingerprint of the target of a checkpoint, its `ema` folder or an export; None elsewhere."""
+    places = (checkpoint, checkpoint.resolve().parent)  # the averaged weights lie in one's `ema`
+    states = [place / "trainer/state.json" for place in places]
+    file = next((file for file in states if file.is_file()), checkpoint / "config.json")
     try:
-        model = auto.from_pretrained(where, revision=revision, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"{path}: the target cannot be loaded: {reason}") from error
-    return model.to(device).eval()
+        told = json.loads(file.read_text())
+        if file.name == "config.json":
+            told = {"target": (told.get("dflashdist") or {}).get("target", {}).get("fingerprint")}
+        return told.get("target")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{file}: not a checkpoint's state or configuration ({error})") from error

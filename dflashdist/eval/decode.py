@@ -1,7 +1,10 @@
-"""Greedy decoding at batch size 1: by the target alone, and by drafter and target together.
+"""Decoding: by the target alone, and by drafter and target together; greedy and sampled.
 
-Both loops run the same target through the same cache code, so that their token rates compare. The
-speculative loop is lossless: each token it emits is the target's own argmax. DFlash, section 3.1.
+Both loops run the same target through the same cache code (eval/cache.py), so that their token
+rates compare. Both are lossless: greedily, each token is the target's own argmax; sampled, each is
+drawn from the target's own distribution, by rejection sampling (2211.17192). DFlash, section 3.1.
+
+Legend: M rows (answers that still go on), n tokens, D drafts a block, V vocabulary.
 """
 
 import inspect
@@ -12,9 +15,36 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dflashdist.eval.cache import KeyValueCache, attention_masks
 from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafting import greedy_drafts, num_drafts, sampled_drafts
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How tokens are picked and when an answer ends."""
+
+    max_new_tokens: int
+    end_ids: Collection[int] = ()
+    temperature: float = 0.0  # 0 = greedy
+    generator: torch.Generator | None = None  # of sampling, on the target's device
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether an answer is complete."""
+        return tokens[-1] in self.end_ids or len(tokens) >= self.max_new_tokens
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """The target's distribution at the temperature, float32."""
+        return (logits.float() / self.temperature).softmax(-1)
+
+    def pick(self, logits: Tensor) -> Tensor:
+        """The next tokens, int64 [M], of logits [M, V]."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        return _draw(self.probs(logits), self.generator)
 
 
 @dataclass
@@ -25,44 +55,75 @@ class Decoded:
     emitted: list[int] = field(default_factory=list)  # tokens of each later pass: sum = len - 1
     offered: list[int] = field(default_factory=list)  # drafts before the answer's end, of each pass
     accepted: list[int] = field(default_factory=list)  # leading drafts that the target agreed with
-    seconds: float = 0.0  # after the prefill
+
+    def take(self, tokens: list[int], offered: int, end_ids: Collection[int]) -> None:
+        """A pass: its accepted drafts and the bonus token, cut after an end token among them."""
+        stop = next((i for i, token in enumerate(tokens, 1) if token in end_ids), len(tokens))
+        ended = tokens[stop - 1] in end_ids
+        self.tokens += tokens[:stop]
+        self.emitted.append(stop)
+        self.offered.append(min(offered, stop) if ended else offered)
+        self.accepted.append(min(len(tokens) - 1, stop))
 
 
 class CachedTarget:
-    """The whole target with its key-value cache, for one sequence, and taps on some layers."""
+    """The whole target with its key-value cache, for a batch of sequences, and taps on layers."""
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int] = ()) -> None:
         """`model` is a causal LM of transformers; id l taps the output of decoder layer l."""
         self.model: Any = model
-        self.device: torch.device = next(model.parameters()).device
+        weights = next(model.parameters())
+        self.device, self.dtype = weights.device, weights.dtype
+        self.embedding: Tensor = self.model.get_input_embeddings().weight
+        self.head: Tensor = self.model.get_output_embeddings().weight
+        self.cache = KeyValueCache(0, 0, self.device)
         self._cache_keyword = cache_keyword(model)
         self._layer_ids = tuple(layer_ids)
         self._tapped: dict[int, Tensor] = {}
         layers = self.model.get_decoder().layers
         self._hooks = [layers[i].register_forward_hook(self._tap(i)) for i in self._layer_ids]
-        self.start()
 
-    def start(self) -> None:
-        """Forget the sequence."""
-        from transformers import DynamicCache
+    def prefill(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor:
+        """Start anew with these prompts, and room for so many tokens after the longest.
 
-        self._cache = DynamicCache(config=self.model.config)
+        Returns the logits [M, V] after each prompt.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)  # padded on the right
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        self.cache = KeyValueCache(len(prompts), max(lengths) + room, self.device)
+        last = sorted({n - 1 for n in lengths})  # a prompt's logits would be the largest tensor
+        logits = self.forward(ids, torch.tensor(last, device=self.device))
+        self.cache.advance(lengths)
+        return logits[torch.arange(len(prompts)), [last.index(n - 1) for n in lengths]]
 
-    def forward(self, ids: Sequence[int] | Tensor, last_only: bool = False) -> Tensor:
-        """Logits [n, V] of the next n tokens, or [1, V] of the last, appended to the cache."""
-        ids = torch.as_tensor(ids, device=self.device)[None]
-        keywords = {self._cache_keyword: self._cache}
-        keep = 1 if last_only else 0  # 0 = all; a prompt's logits would be the largest tensor here
-        return self.model(input_ids=ids, use_cache=True, logits_to_keep=keep, **keywords).logits[0]
+    def forward(self, ids: Tensor, places: Tensor | int = 0) -> Tensor:
+        """Logits [M, n, V] of the next n tokens of each row, or at some places alone.
+
+        They lie in the cache, but count only once `cache.advance` says which are kept.
+        """
+        positions = self.cache.begin(ids.shape[1])
+        keywords = {
+            self._cache_keyword: self.cache,
+            "attention_mask": attention_masks(self.model.config, self.cache, self.dtype),
+        }
+        return self.model(
+            input_ids=ids.to(self.device),
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=places,
+            **keywords,
+        ).logits
+
+    def states(self, ids: Tensor) -> Tensor:
+        """`hidden` of whole texts, ids int64 [M, n], without the cache: as training computes it."""
+        self.model.get_decoder()(input_ids=ids, use_cache=False)
+        return self.hidden()
 
     def hidden(self) -> Tensor:
-        """[1, n, K*H]: outputs of the tapped layers for the last forward's tokens."""
+        """[M, n, K*H]: outputs of the tapped layers for the last forward's tokens."""
         return torch.cat([self._tapped[i] for i in self._layer_ids], -1)
-
-    def rollback(self, num_tokens: int) -> None:
-        """Drop the last tokens from the cache."""
-        if num_tokens:  # crop(0) may also shrink what sliding layers hold
-            self._cache.crop(-num_tokens)
 
     def close(self) -> None:
         """Remove the taps."""
@@ -76,68 +137,140 @@ class CachedTarget:
         return hook
 
 
+class DrafterContext:
+    """The drafter's keys and values of what the target has read, of each row."""
+
+    def __init__(self, drafter: Drafter, num_rows: int, capacity: int, device: torch.device):
+        self._drafter = drafter
+        self.cache = KeyValueCache(num_rows, capacity, device)
+
+    def append(self, hidden: Tensor, kept: Sequence[int]) -> None:
+        """The target's states [M, n, K*H] of each row's next tokens, the first `kept` count."""
+        self.cache.begin(hidden.shape[1])
+        for layer, pair in enumerate(self._drafter.context_kv(hidden, self._starts())):
+            self.cache.update(*pair, layer)
+        self.cache.advance(kept)
+
+    def states(self, block_embeds: Tensor) -> Tensor:
+        """[M, block_size, H] of a block after each row, of embeddings of the same shape."""
+        layers = [self.cache.layer(i) for i in range(self._drafter.shape.num_layers)]
+        return self._drafter.decode_block(block_embeds, self._starts(), layers)
+
+    def _starts(self) -> int | Tensor:
+        """The position after each row; one number where they are alike."""
+        starts = self.cache.lengths
+        if len(set(starts)) == 1:
+            return starts[0]
+        return torch.tensor(starts, device=self.cache.device)
+
+
 def cache_keyword(model: Any) -> str:
     """The name of forward's cache argument: `cache` from transformers 5.24 on, else the older."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 @torch.inference_mode()
-def plain_greedy(
-    target: CachedTarget, prompt: Sequence[int], max_new_tokens: int, end_ids: Collection[int]
-) -> Decoded:
-    """The target's own greedy answer, a token a pass, up to an end id or `max_new_tokens`."""
-    target.start()
-    decoded = Decoded([int(target.forward(prompt, last_only=True).argmax())])
-    began = time.perf_counter()
-    while decoded.tokens[-1] not in end_ids and len(decoded.tokens) < max_new_tokens:
-        decoded.tokens.append(int(target.forward(decoded.tokens[-1:]).argmax()))
-        decoded.emitted.append(1)
-    decoded.seconds = time.perf_counter() - began
-    return decoded
+def decode_plain(
+    target: CachedTarget, prompts: Sequence[Sequence[int]], rule: Rule
+) -> tuple[list[Decoded], float]:
+    """The target's own answers, a token a pass; and the seconds after the prefill."""
+    first = rule.pick(target.prefill(prompts, rule.max_new_tokens)).tolist()
+    answers = [Decoded([token]) for token in first]
+    began = _now(target.device)
+    going = _going(answers, range(len(answers)), rule, [target.cache])
+    while going:
+        newest = torch.tensor([answers[i].tokens[-1:] for i in going])
+        picked = rule.pick(target.forward(newest)[:, -1]).tolist()
+        target.cache.advance([1] * len(going))
+        for i, token in zip(going, picked, strict=True):
+            answers[i].tokens.append(token)
+            answers[i].emitted.append(1)
+        going = _going(answers, going, rule, [target.cache])
+    return answers, _now(target.device) - began
 
 
 @torch.inference_mode()
-def speculative_greedy(
-    target: CachedTarget,
-    drafter: Drafter,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    end_ids: Collection[int],
-) -> Decoded:
-    """The same answer with a block of drafts a pass.
+def decode_speculative(
+    target: CachedTarget, drafter: Drafter, prompts: Sequence[Sequence[int]], rule: Rule
+) -> tuple[list[Decoded], float]:
+    """Answers of the same distribution, a block of drafts a pass; and seconds after the prefill.
 
-    The target must be tapped at the drafter's layers, and both be of one dtype. The last block is
-    clipped to what `max_new_tokens` leaves, and an end id stops inside a block.
+    The target must be tapped at the drafter's layers, and both be of one dtype. The last block of
+    an answer is clipped to what `max_new_tokens` leaves, and an end token stops inside a block.
     """
-    embed, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-    block_size, masks = drafter.shape.block_size, [drafter.shape.mask_token_id]
-    target.start()
-    decoded = Decoded([int(target.forward(prompt, last_only=True).argmax())])
-    context = drafter.context_kv(target.hidden(), 0)
-    start = len(prompt)  # position of the anchor, the newest token, which no layer has seen yet
-    began = time.perf_counter()
-    while decoded.tokens[-1] not in end_ids and len(decoded.tokens) < max_new_tokens:
-        block = torch.tensor([decoded.tokens[-1:] + masks * (block_size - 1)], device=target.device)
-        width = min(block_size, max_new_tokens - len(decoded.tokens))  # a pass emits at most that
-        states = drafter.decode_block(embed(block), start, context)
-        block[0, 1:width] = head(states[0, 1:width]).argmax(-1)
-        own = target.forward(block[0, :width]).argmax(-1)  # [width], the target's next tokens
-        agreed = int((block[0, 1:width] == own[:-1]).long().cumprod(0).sum())
-        tokens = own[: agreed + 1].tolist()  # accepted drafts, and the bonus token after them
-        stop = next((i for i, token in enumerate(tokens, 1) if token in end_ids), len(tokens))
-        decoded.tokens += tokens[:stop]
-        decoded.emitted.append(stop)
-        decoded.accepted.append(min(agreed, stop))
-        decoded.offered.append(min(width - 1, stop) if tokens[stop - 1] in end_ids else width - 1)
-        target.rollback(width - agreed - 1)
-        new = drafter.context_kv(target.hidden()[:, : agreed + 1], start)
-        context = [
-            (torch.cat([k, k_new], 2), torch.cat([v, v_new], 2))
-            for (k, v), (k_new, v_new) in zip(context, new, strict=True)
-        ]
-        start += agreed + 1
-    decoded.seconds = time.perf_counter() - began
-    return decoded
+    block_size, drafts_of_block = drafter.shape.block_size, num_drafts(drafter.shape)
+    room = rule.max_new_tokens + drafts_of_block  # of other rows' drafts after a row's end
+    first = rule.pick(target.prefill(prompts, room)).tolist()
+    answers = [Decoded([token]) for token in first]
+    lengths = target.cache.lengths
+    context = DrafterContext(drafter, len(prompts), max(lengths) + room, target.device)
+    context.append(target.hidden(), lengths)
+    began = _now(target.device)
+    caches = [target.cache, context.cache]
+    going = _going(answers, range(len(answers)), rule, caches)
+    while going:
+        anchors = torch.tensor([answers[i].tokens[-1] for i in going], device=target.device)
+        block = anchors.new_full((len(going), block_size), drafter.shape.mask_token_id)
+        block[:, 0] = anchors
+        states = context.states(F.embedding(block, target.embedding))
+        if rule.temperature == 0:
+            drafts, probs = greedy_drafts(drafter, states, anchors, target.head), None
+        else:
+            drafts, probs = sampled_drafts(
+                drafter, states, anchors, target.head, rule.temperature, rule.generator
+            )
+        left = [rule.max_new_tokens - len(answers[i].tokens) for i in going]
+        offered = [min(drafts_of_block, tokens - 1) for tokens in left]  # the bonus token follows
+        drafts = drafts[:, : max(offered)]
+        logits = target.forward(torch.cat([anchors[:, None], drafts], 1))
+        limits = torch.tensor(offered, device=target.device)
+        agreed, bonus = verify(logits, drafts, probs, limits, rule)
+        passes = torch.cat([agreed[:, None], bonus[:, None], drafts], 1).tolist()
+        for i, offer, (count, last, *drafted) in zip(going, offered, passes, strict=True):
+            answers[i].take([*drafted[:count], last], offer, rule.end_ids)
+        kept = [1 + count for count, *_ in passes]  # the anchor and the accepted drafts
+        context.append(target.hidden(), kept)
+        target.cache.advance(kept)
+        going = _going(answers, going, rule, caches)
+    return answers, _now(target.device) - began
+
+
+def verify(
+    logits: Tensor, drafts: Tensor, probs: Tensor | None, limits: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """How many leading drafts the target takes, and the token it says after them.
+
+    Greedy: a draft is taken if it is the target's argmax. Sampled: with probability min(1, p/q),
+    and after a rejection the token is drawn from max(p - q, 0), which makes its distribution p.
+
+    Args:
+        logits: [M, n + 1, V] of the target, after the anchor and after each draft.
+        drafts: int64 [M, n].
+        probs: float32 [M, at least n, V], what the drafts were drawn from; None if greedy.
+        limits: int64 [M], drafts of each row that may be taken, at most n.
+
+    Returns:
+        counts int64 [M] from 0 to limits, tokens int64 [M].
+    """
+    allowed = torch.arange(drafts.shape[1], device=drafts.device) < limits[:, None]
+    if probs is None:
+        own = logits.argmax(-1)
+        agreed = ((drafts == own[:, :-1]) & allowed).long().cumprod(1).sum(1)
+        return agreed, own.gather(1, agreed[:, None]).squeeze(1)
+    p, q = rule.probs(logits), probs[:, : drafts.shape[1]]
+    p_draft = p[:, :-1].gather(2, drafts[..., None]).squeeze(2)
+    q_draft = q.gather(2, drafts[..., None]).squeeze(2)
+    uniform = torch.rand(q_draft.shape, generator=rule.generator, device=q.device)
+    taken = (uniform * q_draft < p_draft) & allowed
+    agreed = taken.long().cumprod(1).sum(1)
+    rows = torch.arange(len(agreed), device=agreed.device)
+    rest = p[rows, agreed]
+    q = F.pad(q, (0, 0, 0, 1))  # after the last draft nothing was rejected
+    rejected = (agreed < limits)[:, None]
+    rest = torch.where(rejected, (rest - q[rows, agreed]).clamp(min=0), rest)
+    # Where p and q are equal but for rounding, a rejection leaves nothing to draw from.
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p[rows, agreed])
+    return agreed, _draw(rest, rule.generator)
 
 
 def is_looping(tokens: Sequence[int], max_period: int = 32) -> bool:
@@ -153,3 +286,26 @@ def is_looping(tokens: Sequence[int], max_period: int = 32) -> bool:
         if longest >= max(2 * period - 1, 12 - period):
             return True
     return False
+
+
+def _going(
+    answers: Sequence[Decoded], going: Sequence[int], rule: Rule, caches: Sequence[KeyValueCache]
+) -> list[int]:
+    """The answers that are not complete; the caches drop the rows of the others."""
+    rows = [row for row, i in enumerate(going) if not rule.ends(answers[i].tokens)]
+    if len(rows) < len(going):
+        for cache in caches:
+            cache.select(rows)
+    return [going[row] for row in rows]
+
+
+def _draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One token a row, int64 [M], with probabilities in proportion to weights [M, V]."""
+    return torch.multinomial(weights, 1, generator=generator).squeeze(1)
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, after all that the device was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.demo import make_target as module
 from dflashdist.demo.answers import MAX_NEW_TOKENS, TARGET, Answerer, answered, write_gzip
-from dflashdist.eval.decode import CachedTarget, is_looping, plain_greedy
+from dflashdist.eval.decode import CachedTarget, Rule, decode_plain, is_looping
 
 
 def talk(i: int) -> list[dict[str, str]]:
@@ -77,10 +77,10 @@ def test_batched_answers_are_the_ones_of_a_single_prompt(answerer):
     ]
     assert len(set(map(len, prompts))) > 1  # padding has something to do
     target = CachedTarget(answerer.batch.model)
+    kept, rule = 0, Rule(MAX_NEW_TOKENS, answerer.chat.end_ids)
     answers = answerer.batch.answers(prompts, MAX_NEW_TOKENS, give_up=is_looping)
-    kept = 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        alone = plain_greedy(target, prompt, MAX_NEW_TOKENS, answerer.chat.end_ids).tokens
+        alone = decode_plain(target, [prompt], rule)[0][0].tokens
         if answer is None:
             assert is_looping(alone) or alone[-1] not in answerer.chat.end_ids
         else:

@@ -1,4 +1,4 @@
-"""The report adds up, and a difference between the two outputs is caught."""
+"""A whole evaluation adds up, and what must not pass in silence does not."""
 
 import json
 import shutil
@@ -10,17 +10,12 @@ import torch
 import dflashdist.demo
 from dflashdist.config import DrafterConfig, EvaluateConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.eval.acceptance import (
-    Answer,
-    OutputsDiffer,
-    acceptance,
-    check_equal,
-    evaluate_drafters,
-    format_report,
-    read_prompts,
-)
-from dflashdist.eval.decode import CachedTarget, Decoded, plain_greedy
+from dflashdist.eval.acceptance import OutputsDiffer, check_equal, evaluate_drafters
+from dflashdist.eval.decode import CachedTarget, Rule, decode_plain
+from dflashdist.eval.figure import draw_figure
+from dflashdist.eval.report import format_report
 from dflashdist.model.drafter import Drafter, save_drafter
+from dflashdist.model.frozen import target_fingerprint
 from dflashdist.model.shape import DrafterShape, read_target_config
 
 DEMO = Path(dflashdist.demo.__file__).parent / "target"
@@ -70,7 +65,7 @@ def prompts(tmp_path_factory):
     return file
 
 
-def test_report_of_an_untrained_drafter(drafter_folder, target, prompts):
+def test_report_of_an_untrained_drafter(drafter_folder, target, prompts, tmp_path):
     evaluate = EvaluateConfig(max_prompts=3, max_new_tokens=16)
     report = evaluate_drafters([drafter_folder], str(target), prompts, evaluate, "cpu")[0]
     assert json.loads(json.dumps(report)) == report
@@ -82,33 +77,54 @@ def test_report_of_an_untrained_drafter(drafter_folder, target, prompts):
     # A random target does not end by itself within 16 of 2,112 tokens.
     assert report["num_capped"] == 3 and report["clean"]["num_answers"] == 0
     assert report["clean"]["acceptance_length"] is None
+    # Training's code counts the same on the same text: float32, so to the last token.
+    assert report["teacher_forced_acceptance_length"] == report["all"]["acceptance_length"]
+    assert report["serves_as_trained"] is True
     table = format_report(report)
     assert "3 prompts" in table and f"{report['all']['acceptance_length']:.2f}" in table
+    draw_figure([report], tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_several_drafters_share_the_plain_answers(drafter_folder, target, prompts):
-    evaluate = EvaluateConfig(max_prompts=2, max_new_tokens=6)
-    both = evaluate_drafters([drafter_folder] * 2, str(target), prompts, evaluate, "cpu")
-    assert both[0]["all"] == both[1]["all"]
-    assert both[0]["plain_tokens_per_second"] == both[1]["plain_tokens_per_second"]
+@pytest.fixture(scope="module")
+def greedy(drafter_folder, target, prompts):
+    evaluate = EvaluateConfig(max_prompts=4, max_new_tokens=10)
+    return evaluate_drafters([drafter_folder] * 2, str(target), prompts, evaluate, "cpu")
 
 
-def answer(emitted, accepted, offered):
-    decoded = Decoded([0] * (1 + sum(emitted)), emitted, offered, accepted)
-    return Answer(decoded, decoded, capped=False, looping=False)
+def test_several_drafters_share_the_plain_answers(greedy):
+    assert greedy[0]["all"] == greedy[1]["all"]
+    assert greedy[0]["plain_tokens_per_second"] == greedy[1]["plain_tokens_per_second"]
 
 
-def test_pooled_and_mean_and_positions():
-    answers = [
-        answer([3, 1, 2], accepted=[2, 0, 2], offered=[3, 3, 2]),  # the last pass met the end
-        answer([4], accepted=[3], offered=[3]),
-        answer([], accepted=[], offered=[]),  # the end at once: no pass, no mean
-    ]
-    result = acceptance(answers, block_size=4)
-    assert result["num_answers"] == 3 and result["tokens"] == 10 and result["passes"] == 4
-    assert result["acceptance_length"] == 10 / 4
-    assert result["mean_acceptance_length"] == (6 / 3 + 4) / 2
-    assert result["position_acceptance"] == [3 / 4, 3 / 4, 1 / 3]
+def test_a_batch_changes_no_number(greedy, drafter_folder, target, prompts):
+    evaluate = EvaluateConfig(max_prompts=4, max_new_tokens=10, batch_size=3)
+    (report,) = evaluate_drafters([drafter_folder], str(target), prompts, evaluate, "cpu")
+    assert report["all"] == greedy[0]["all"]
+    assert report["by_prompt_length"] == greedy[0]["by_prompt_length"]
+
+
+def test_sampling_repeats_with_its_seed(drafter_folder, target, prompts):
+    def sampled(seed):
+        evaluate = EvaluateConfig(max_prompts=2, max_new_tokens=16, temperature=1.0, seed=seed)
+        (report,) = evaluate_drafters([drafter_folder], str(target), prompts, evaluate, "cpu")
+        assert report["serves_as_trained"] is None  # its text is not the greedy one
+        assert "sampled at temperature 1," in format_report(report)
+        return report["all"]
+
+    first, again, other = map(sampled, (0, 0, 1))
+    assert first == again != other
+
+
+def test_two_turns_of_one_prompt(drafter_folder, target, tmp_path):
+    file = tmp_path / "mt.jsonl"
+    rows = [{"prompt": ["What is os?", "And sys?"]}, {"prompt": ["What is re?", "Why?"]}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    for batch_size in (1, 2):
+        evaluate = EvaluateConfig(max_new_tokens=6, task="mtbench", batch_size=batch_size)
+        (report,) = evaluate_drafters([drafter_folder], str(target), file, evaluate, "cpu")
+        assert report["num_prompts"] == 2 and report["num_answers"] == 4
+        assert set(report["by_task"]) == {"mtbench"}
 
 
 def test_a_difference_is_raised_with_place_and_margin(target, chat):
@@ -116,7 +132,7 @@ def test_a_difference_is_raised_with_place_and_margin(target, chat):
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     cached, prompt = CachedTarget(model), [5, 6, 7]
-    plain = plain_greedy(cached, prompt, 8, ()).tokens
+    plain = decode_plain(cached, [prompt], Rule(8))[0][0].tokens
     assert not check_equal(cached, chat, prompt, plain, plain)
     other = [*plain[:3], plain[3] + 1, *plain[4:]]
     with pytest.raises(OutputsDiffer, match=r"token 3 of the answer to .* logit margin \d"):
@@ -128,30 +144,24 @@ def test_a_difference_is_raised_with_place_and_margin(target, chat):
     assert check_equal(cached, chat, prompt, plain, other)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", "prompts.jsonl:1: not a prompt: not JSON"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "no messages before"),
-        ('{"messages": [{"role": "user", "content": "a b c d e f g h i j k l"}]}', "lower"),
-        ("", "no prompts"),
-    ],
-)
-def test_bad_prompts_are_named(tmp_path, chat, line, words):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(line)
-    with pytest.raises(InputError, match=words):
-        read_prompts(file, chat, 10, longest=20)
-
-
-def test_a_final_answer_is_left_out(prompts, chat):
-    ids = read_prompts(prompts, chat, 10, longest=99)
-    texts = [chat.decode(one) for one in ids]
-    assert texts[1] == "<|im_start|>user\nWhat is it?<|im_end|>\n<|im_start|>assistant\n"
-    assert len(texts) == len(QUESTIONS)
-    assert len(read_prompts(prompts, chat, 2, longest=99)) == 2
-
-
 def test_another_target_is_refused(drafter_folder, prompts):
     with pytest.raises(InputError, match=r"hidden_size is 128, the drafter was made for .* 32"):
         evaluate_drafters([drafter_folder], str(DEMO), prompts, EvaluateConfig(), "cpu")
+
+
+def test_another_target_of_the_same_shape_is_refused(drafter_folder, target, prompts, tmp_path):
+    checkpoint = tmp_path / "step_00000001"
+    shutil.copytree(drafter_folder, checkpoint)
+    (checkpoint / "trainer").mkdir()
+    state = checkpoint / "trainer/state.json"
+    evaluate = EvaluateConfig(max_prompts=1, max_new_tokens=2)
+    state.write_text(json.dumps({"target": target_fingerprint(str(target))}))
+    assert evaluate_drafters([checkpoint], str(target), prompts, evaluate, "cpu")
+    state.write_text(json.dumps({"target": "0123456789abcdef"}))
+    shutil.copytree(drafter_folder, checkpoint / "ema")
+    for place in (checkpoint, checkpoint / "ema"):
+        with pytest.raises(InputError, match=r"another target .* \(0123456789abcdef\)"):
+            evaluate_drafters([place], str(target), prompts, evaluate, "cpu")
+    state.write_text("[")
+    with pytest.raises(InputError, match=r"state\.json: not a checkpoint's state"):
+        evaluate_drafters([checkpoint], str(target), prompts, evaluate, "cpu")

@@ -13,7 +13,7 @@ import dflashdist.demo
 from dflashdist.config import InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import parse_row
-from dflashdist.eval.decode import CachedTarget, is_looping, plain_greedy
+from dflashdist.eval.decode import CachedTarget, Rule, decode_plain, is_looping
 from dflashdist.eval.generate import (
     GreedyBatch,
     LocalAnswerer,
@@ -54,8 +54,8 @@ def batch(model, chat):
 def alone(model, chat):
     """Prompts, and what the model answers to each on its own."""
     prompts = [chat.encode_prompt([user(text)]) for text in QUESTIONS]
-    target = CachedTarget(model)
-    return prompts, [plain_greedy(target, ids, NEW, chat.end_ids).tokens for ids in prompts]
+    target, rule = CachedTarget(model), Rule(NEW, chat.end_ids)
+    return prompts, [decode_plain(target, [ids], rule)[0][0].tokens for ids in prompts]
 
 
 def user(text):

@@ -1,0 +1,205 @@
+"""The prompts that acceptance is measured on: files, token stores, usual benchmarks, built-in ones.
+
+A drafter is measured on what the target is asked in the field's benchmarks (`TASKS`, read from the
+user's own copies, in the shape of the published measurements), on the held-out rows of its own
+token store, whose rendering is then that of training to the token, or on the prompts shipped here.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflashdist.config import DataConfig, EvaluateConfig, InputError
+from dflashdist.data.chat import ChatTokenizer
+from dflashdist.data.conversations import Message, RowError, parse_prompt
+from dflashdist.data.messages import NOT_JSON
+from dflashdist.data.shards import META, TokenStore
+from dflashdist.data.sources import Sources
+
+_PACKAGE = Path(__file__).parent.parent
+BUILTIN = {
+    "builtin": _PACKAGE / "eval/builtin.jsonl",  # chat, code, math and writing in turn
+    "demo": _PACKAGE / "demo/heldout.jsonl.gz",  # held out of the demo target's training
+}
+
+_STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the target is asked, as tokens, and what it is asked once it has answered that."""
+
+    ids: list[int]  # generation prompt included
+    task: str
+    origin: str  # file:line, or a store's row
+    messages: tuple[Message, ...] = ()
+    tools: list[dict[str, Any]] | None = None
+    follow_ups: tuple[str, ...] = ()
+
+    def follow_up(self, answer: str, chat: ChatTokenizer) -> "Prompt | None":
+        """The next question after the target's own answer, or None. Raises RowError."""
+        if not self.follow_ups:
+            return None
+        said = {"role": "assistant", "content": answer}
+        asked = {"role": "user", "content": self.follow_ups[0]}
+        messages = (*self.messages, said, asked)
+        ids = chat.encode_prompt(messages, self.tools)
+        return replace(self, ids=ids, messages=messages, follow_ups=self.follow_ups[1:])
+
+
+def chat_of(
+    checkpoint: str | Path, target: str, revision: str | None, data: DataConfig
+) -> ChatTokenizer:
+    """The chat format that a checkpoint was trained with, unless `data` names another.
+
+    Raises InputError where training used a template's file and `data.template` does not name it.
+    """
+    template, settings, date = data.template, data.template_settings, data.date
+    for folder in (Path(checkpoint), Path(checkpoint).parent):  # ema/ lies inside its checkpoint
+        file = folder / "trainer/state.json"
+        if not file.is_file():
+            continue
+        rendering = json.loads(file.read_text()).get("rendering") or {}
+        if template is None and rendering.get("template", "own") != "own":
+            raise InputError(
+                f"{checkpoint}: trained with the chat template {rendering['template']}; name its "
+                "file by data.template"
+            )
+        settings, date = settings or rendering.get("settings", {}), date or rendering.get("date")
+        break
+    return ChatTokenizer.load(target, revision, template=template, settings=settings, date=date)
+
+
+def read_prompts(
+    source: str | Path, chat: ChatTokenizer, evaluate: EvaluateConfig, longest: int
+) -> list[Prompt]:
+    """The first `evaluate.max_prompts` prompts of a source.
+
+    Args:
+        source: a file, folder or data set of conversations (data/sources.py), a token store (its
+            `validation` part where it has one), `builtin` or `demo`.
+        evaluate: its `task` says how a file's rows are read; null = as conversations, of which a
+            final answer is left out and a `task` or `category` names the kind.
+        longest: tokens that a prompt may have.
+
+    Raises InputError for a row that is no prompt, or one of more than `longest` tokens.
+    """
+    store = _store_folder(Path(source))
+    if store:
+        found = _stored(TokenStore.open(store), chat)
+    else:
+        found = _asked(str(BUILTIN.get(str(source), source)), chat, evaluate.task)
+    prompts: list[Prompt] = []
+    for prompt in found:
+        if len(prompt.ids) > longest:
+            raise InputError(
+                f"{prompt.origin}: a prompt of {len(prompt.ids)} tokens, where the target's "
+                f"positions leave {longest}; drop it or lower evaluate.max_new_tokens"
+            )
+        prompts.append(prompt)
+        if len(prompts) == evaluate.max_prompts:
+            return prompts
+    if not prompts:
+        raise InputError(f"{source}: no prompts")
+    return prompts
+
+
+def _store_folder(source: Path) -> Path | None:
+    """The token store that a source means: its validation part before itself."""
+    places = (source / "validation", source)
+    return next((place for place in places if (place / META).is_file()), None)
+
+
+def _stored(store: TokenStore, chat: ChatTokenizer) -> Iterator[Prompt]:
+    """What comes before each row's first answer. Raises InputError for another tokenizer."""
+    made_with = store.meta.get("tokenizer_fingerprint")
+    if made_with != chat.tokenizer_fingerprint:
+        raise InputError(
+            f"{store.path}: made with another tokenizer ({made_with}, the target's is "
+            f"{chat.tokenizer_fingerprint}); prepare it for this target"
+        )
+    for row in range(store.num_rows):
+        ids, mask = store.row(row)
+        first = int(np.flatnonzero(mask)[0])
+        if first:
+            yield Prompt(ids[:first].tolist(), store.path.name, f"{store.path}: row {row}")
+
+
+def _asked(source: str, chat: ChatTokenizer, task: str | None) -> Iterator[Prompt]:
+    if task is not None and task not in TASKS:
+        raise InputError(f"evaluate.task={task}: the tasks are {', '.join(TASKS)}")
+    for origin, payload in Sources([source]).rows():
+        try:
+            row = payload if isinstance(payload, dict) else _json(payload)
+            read = _conversation(origin, row) if task is None else _task(row, task)
+            ids = chat.encode_prompt(read.messages, read.tools)
+        except RowError as error:
+            raise InputError(f"{origin}: not a prompt: {error}") from error
+        kind = read.task or Path(source).name
+        yield Prompt(ids, kind, origin, tuple(read.messages), read.tools, tuple(read.follow_ups))
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(NOT_JSON) from error
+
+
+@dataclass(frozen=True)
+class _Question:
+    messages: Sequence[Message]
+    tools: list[dict[str, Any]] | None = None
+    follow_ups: Sequence[str] = ()
+    task: str | None = None
+
+
+def _conversation(origin: str, row: Any) -> _Question:
+    """A row as a conversation, without the answer that it may end with. Raises RowError."""
+    asked = parse_prompt(origin, row)
+    messages = asked.messages
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise RowError("no messages before the answer")
+    kinds = (row.get(name) for name in ("task", "category"))
+    kind = next((kind for kind in kinds if isinstance(kind, str)), None)
+    return _Question(messages, asked.tools, task=kind)
+
+
+def _task(row: Any, task: str) -> _Question:
+    """A row of a benchmark's data set as its question, and the turns after it. Raises RowError."""
+    try:
+        turns = TASKS[task](row)
+    except TypeError as error:
+        raise RowError("not a JSON object") from error
+    except KeyError as error:
+        raise RowError(f"{task} has a column {error}, this row has not") from error
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise RowError(f"no text where {task} has its question")
+    return _Question([{"role": "user", "content": turns[0]}], None, turns[1:], task)
+
+
+def _alpaca(row: dict[str, Any]) -> list[str]:
+    more = row.get("input")
+    return [f"{row['instruction']}\n\nInput:\n{more}" if more else row["instruction"]]
+
+
+# Task -> the user's turns of a row of the published data set, asked as in the published
+# measurements (DFlash's own harness): openai/gsm8k, HuggingFaceH4/MATH-500, openai_humaneval, mbpp
+# (sanitized), mt_bench_prompts (two turns; `turns` in the original file), tatsu-lab/alpaca.
+TASKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "gsm8k": lambda row: [row["question"] + _STEP_BY_STEP],
+    "math500": lambda row: [row["problem"] + _STEP_BY_STEP],
+    "humaneval": lambda row: [
+        "Write a solution to the following problem and make sure that it passes the tests:\n"
+        f"```python\n{row['prompt']}\n```"
+    ],
+    "mbpp": lambda row: [row["prompt"]],
+    "mtbench": lambda row: list(row["turns"] if "turns" in row else row["prompt"]),
+    "alpaca": _alpaca,
+}

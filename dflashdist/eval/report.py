@@ -1,0 +1,257 @@
+"""What was measured, as plain values, a table and a figure.
+
+Acceptance length is the number of tokens emitted per target pass, the bonus token counted: 1 is
+plain decoding, one more than the drafts of a pass the most. The prefill and the token it gives are
+no pass. Pooled: all tokens over all passes; mean: the mean of the answers' own values. Intervals
+hold 95 % of bootstrap samples of the prompts, drawn with replacement, a prompt's turns together.
+
+Loops are easy to draft and inflate it, and an answer that reached `max_new_tokens` may be one. So
+everything is reported twice: for all answers, and for the clean ones, which end by themselves and
+do not loop.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflashdist.eval.decode import Decoded
+from dflashdist.model.teacher_forced import AcceptanceSums
+
+SAMPLES = 2000  # of the bootstrap: the ends of an interval move by about 2 % of its width
+FEWEST = 5  # prompts: of fewer the samples are so alike that an interval would be far too narrow
+# Relative difference of acceptance length by decoding and by training's own code over the same
+# text: bfloat16 rounds the two differently and flips a draft now and then, float32 hardly ever.
+DISAGREEMENT = 0.05
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt decoded both ways."""
+
+    plain: Decoded
+    speculative: Decoded
+    capped: bool  # reached max_new_tokens without an end of turn
+    looping: bool
+    tie: bool = False  # the two parted where rounding decides
+    prompt: int = 0  # turns of one conversation share it
+    task: str = ""
+    prompt_length: int = 0  # tokens
+    teacher_forced: AcceptanceSums | None = None  # of the same text, by training's code
+
+
+def make_report(
+    answers: Sequence[Answer], num_drafts: int, seconds: tuple[float, float], seed: int
+) -> dict[str, Any]:
+    """Everything of one drafter; `seconds` of the plain and of the speculative loop."""
+
+    def both(some: Sequence[Answer]) -> dict[str, Any]:
+        clean = [answer for answer in some if not (answer.capped or answer.looping)]
+        return {
+            "all": acceptance(some, num_drafts, seed),
+            "clean": acceptance(clean, num_drafts, seed),
+        }
+
+    tasks = _groups(answers, lambda answer: answer.task)
+    lengths = _groups(answers, lambda answer: max(5, math.ceil(math.log2(answer.prompt_length))))
+    return {
+        "num_drafts": num_drafts,
+        "num_prompts": len({answer.prompt for answer in answers}),
+        "num_answers": len(answers),
+        "num_capped": sum(answer.capped for answer in answers),
+        "num_looping": sum(answer.looping for answer in answers),
+        **both(answers),
+        "by_task": {task: both(tasks[task]) for task in sorted(tasks)},
+        "by_prompt_length": [
+            {"from": 1 if power == 5 else 2 ** (power - 1) + 1, "to": 2**power}
+            | both(lengths[power])
+            for power in sorted(lengths)
+        ],
+        "tokens_compared_equal": sum(
+            len(answer.plain.tokens)
+            for answer in answers
+            if answer.plain.tokens == answer.speculative.tokens
+        ),
+        "rounding_ties": sum(answer.tie for answer in answers),
+        **_teacher_forced(answers, num_drafts),
+        **_speed(answers, seconds),
+    }
+
+
+def acceptance(answers: Sequence[Answer], num_drafts: int, seed: int) -> dict[str, Any]:
+    """Acceptance length of some answers, pooled and mean, and by position in the block.
+
+    `position_acceptance[k-1]`: of the passes that offered a k-th draft before the answer's end,
+    the share in which it and all before it were accepted. `emitted_histogram[m-1]`: passes that
+    emitted m tokens. `..._interval`: the 95 % interval [low, high]. None where nothing is known.
+    """
+    prompts = _groups(answers, lambda answer: answer.prompt)
+    sums = [
+        AcceptanceSums.total((_sums(one, num_drafts) for one in turns), num_drafts)
+        for turns in prompts.values()
+    ]
+    total = AcceptanceSums.total(sums, num_drafts)
+    result = {
+        "num_answers": len(answers),
+        "tokens": int(total.part("tokens")),
+        "passes": int(total.part("passes")),
+        "emitted_histogram": [int(count) for count in total.part("emitted")],
+    }
+    samples = _resampled(sums, seed)
+    for name, above, below in (
+        ("acceptance_length", "tokens", "passes"),
+        ("mean_acceptance_length", "means", "answers"),
+        ("position_acceptance", "accepted", "offered"),
+    ):
+        values = _known(total.part(above) / total.part(below))
+        intervals = [None] * len(values)
+        if samples is not None:
+            ratios = samples.part(above) / samples.part(below)  # [SAMPLES, 1 or num_drafts]
+            intervals = [_interval(column) for column in ratios.T]
+        whole = name == "position_acceptance"
+        result[name] = values if whole else values[0]
+        result[f"{name}_interval"] = intervals if whole else intervals[0]
+    return result
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """The report as a table, all answers beside the clean ones."""
+
+    def row(name: str, form: Callable[[dict[str, Any]], str], part: dict[str, Any]) -> str:
+        return f"{name:<28}  {form(part['all']):>19}  {form(part['clean']):>19}"
+
+    def share(k: int) -> Callable[[dict[str, Any]], str]:
+        return lambda one: format_number(
+            one["position_acceptance"][k], one["position_acceptance_interval"][k]
+        )
+
+    greedy = report["temperature"] == 0
+    how = "greedy" if greedy else f"sampled at temperature {report['temperature']:g}"
+    lines = [
+        f"{report['checkpoint']}: {report['num_prompts']} prompts of {report['prompts']}, {how}, "
+        f"batches of {report['batch_size']}, {report['dtype']} on {report['device']}",
+        f"left out of clean: {report['num_capped']} answers capped at "
+        f"{report['max_new_tokens']} tokens, {report['num_looping']} looping"
+        + f"; {report['num_turns_too_long']} turns too long to ask"
+        * bool(report["num_turns_too_long"]),
+        f"{'':<28}  {'all':>19}  {'clean':>19}",
+        row("answers", lambda one: f"{one['num_answers']:,}", report),
+        row("tokens", lambda one: f"{one['tokens']:,}", report),
+        row("target passes", lambda one: f"{one['passes']:,}", report),
+        row("acceptance length, pooled", _length, report),
+        row("acceptance length, mean", _mean, report),
+    ]
+    lines += [
+        row(f"  draft {k + 1} accepted", share(k), report) for k in range(report["num_drafts"])
+    ]
+    lines += [row(f"  task {task}", _length, part) for task, part in report["by_task"].items()]
+    lines += [
+        row(f"  prompts of {part['from']} to {part['to']}", _length, part)
+        for part in report["by_prompt_length"]
+    ]
+    for kind in ("all", "clean"):
+        counts = " ".join(f"{count:,}" for count in report[kind]["emitted_histogram"])
+        lines.append(f"passes of 1, 2, ... tokens, {kind}: {counts}")
+    lines.append(
+        f"tokens/s: {report['plain_tokens_per_second']:.0f} plain, "
+        f"{report['speculative_tokens_per_second']:.0f} speculative ({report['speedup']:.2f}x)"
+    )
+    if greedy:
+        lines[-1] += f"; {report['tokens_compared_equal']:,} tokens equal"
+        if report["rounding_ties"]:
+            lines[-1] += f", {report['rounding_ties']} answers up to a tie"
+    return "\n".join(lines + _warnings(report))
+
+
+def _groups(answers: Iterable[Answer], key: Callable[[Answer], Any]) -> dict[Any, list[Answer]]:
+    groups: dict[Any, list[Answer]] = {}
+    for answer in answers:
+        groups.setdefault(key(answer), []).append(answer)
+    return groups
+
+
+def _sums(answer: Answer, num_drafts: int) -> AcceptanceSums:
+    one = answer.speculative
+    return AcceptanceSums.of_answer(one.emitted, one.offered, one.accepted, num_drafts)
+
+
+def _resampled(sums: Sequence[AcceptanceSums], seed: int) -> AcceptanceSums | None:
+    """Sums [SAMPLES, size] of as many prompts drawn with replacement; None of too few prompts."""
+    count = len(sums)
+    if count < FEWEST:
+        return None
+    random = np.random.default_rng(seed)
+    times = random.multinomial(count, np.full(count, 1 / count), size=SAMPLES)
+    return AcceptanceSums(torch.from_numpy(times).double() @ torch.stack([s.vector for s in sums]))
+
+
+def _interval(values: Tensor) -> list[float] | None:
+    """[low, high] of 95 % of the samples; those in which nothing was offered are left out."""
+    values = values[~values.isnan()]
+    if not len(values):
+        return None
+    return np.quantile(values.numpy(), [0.025, 0.975]).tolist()
+
+
+def _known(values: Tensor) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def _teacher_forced(answers: Sequence[Answer], num_drafts: int) -> dict[str, Any]:
+    """Acceptance length of the same texts by training's code, which must be that of decoding."""
+    pairs = [(a.teacher_forced, a) for a in answers if a.teacher_forced is not None]
+    forced = AcceptanceSums.total((sums for sums, _ in pairs), num_drafts)
+    if not forced.part("passes"):
+        return {"teacher_forced_acceptance_length": None, "serves_as_trained": None}
+    served = AcceptanceSums.total((_sums(a, num_drafts) for _, a in pairs), num_drafts)
+    ratio = served.acceptance_length / forced.acceptance_length
+    return {
+        "teacher_forced_acceptance_length": forced.acceptance_length,
+        "serves_as_trained": abs(ratio - 1) <= DISAGREEMENT,
+    }
+
+
+def _speed(answers: Sequence[Answer], seconds: tuple[float, float]) -> dict[str, float]:
+    """Tokens a second after the prefill of both loops, of all answers together."""
+    tokens = [sum(sum(a.plain.emitted) for a in answers), 0]
+    tokens[1] = sum(sum(a.speculative.emitted) for a in answers)
+    plain, fast = (n / max(spent, 1e-9) for n, spent in zip(tokens, seconds, strict=True))
+    return {
+        "plain_tokens_per_second": plain,
+        "speculative_tokens_per_second": fast,
+        "speedup": fast / max(plain, 1e-9),
+    }
+
+
+def _warnings(report: dict[str, Any]) -> list[str]:
+    forced, served = report["teacher_forced_acceptance_length"], report["all"]["acceptance_length"]
+    if forced is None:
+        return []
+    line = f"acceptance length of the same text by training's code: {forced:.2f}"
+    if report["serves_as_trained"]:
+        return [line]
+    return [
+        line,
+        f"WARNING: IT DOES NOT SERVE AS IT TRAINS: decoding accepts {served:.2f} tokens a pass, "
+        f"training's code {forced:.2f} of the same text; this is a fault of the code, not of the "
+        "drafter",
+    ]
+
+
+def _length(one: dict[str, Any]) -> str:
+    return format_number(one["acceptance_length"], one["acceptance_length_interval"])
+
+
+def _mean(one: dict[str, Any]) -> str:
+    return format_number(one["mean_acceptance_length"], one["mean_acceptance_length_interval"])
+
+
+def format_number(value: float | None, interval: Sequence[float] | None) -> str:
+    """A value with its interval, in two decimals."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
