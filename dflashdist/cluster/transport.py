@@ -9,8 +9,8 @@ Invariants
 - Nothing is sent before its receive is about to be posted: the target announces a seq in its
   drafter's inbox, the drafter answers `go/{seq}`, and both start together. An unmatched NCCL
   operation would be a kernel that spins on the GPU.
-- A target announces one message at a time, in increasing seq; a drafter serves its inbox in
-  order. So each pair of ranks sends and receives in the same, increasing, order.
+- A target announces one message at a time, in the order of the work queue; a drafter serves its
+  inbox in order. So each pair of ranks sends and receives in the same order.
 - A drafter takes messages by arrival into memory that holds all it may be sent: no more than
   `credit` micro-batches are outstanding in the job. So no target waits for a drafter's turn, and
   nothing can be stuck behind a message that comes too early. Consumption is by seq.

@@ -1,8 +1,8 @@
-"""The work queue: sequence numbers published in plan order inside a credit window.
+"""The work queue: sequence numbers published in the job's order inside a credit window.
 
 Invariants
-- Ticket n carries seq `first + n`. A target takes the next ticket from one atomic counter, so a
-  fast target takes more; who takes it changes nothing in what is trained on.
+- Ticket n carries the n-th seq of the job's order. A target takes the next ticket from one atomic
+  counter, so a fast target takes more; who takes it changes nothing in what is trained on.
 - At most `credit` seqs are published and not consumed: ticket n is published only after
   n - credit + 1 consumptions were counted. A drafter counts a seq when its message is unpacked.
 - Keys are deleted by who reads them last; a run of any length leaves a bounded number of keys.

@@ -4,9 +4,8 @@ Reads the configuration, the token store's index, the target's config.json and t
 facts; no weight of any model, and no other rank.
 """
 
-import json
 import platform
-from dataclasses import asdict
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,22 @@ from typing import Any
 import torch
 
 import dflashdist
+from dflashdist.checks import needs_last
 from dflashdist.cluster.roles import Roles, assign_roles
 from dflashdist.cluster.transport import MessageSpec
 from dflashdist.cluster.world import Place
 from dflashdist.config import Config, InputError, dump_config, queue_depth
 from dflashdist.data.shards import TokenStore
+from dflashdist.model.drafting import num_drafts
 from dflashdist.model.frozen import target_fingerprint
+from dflashdist.model.objective import check_plain_logits
 from dflashdist.model.shape import DrafterShape, read_target_config
 from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.schedule.stream import EVALUATION, Stream
 from dflashdist.train.checkpoint import Checkpoints, check_facts, read_facts
+from dflashdist.train.evaluation import Best, open_held_out, round_metrics
+from dflashdist.train.gates import Gates
+from dflashdist.train.metrics import step_metrics
 from dflashdist.train.sources import Rows
 
 
@@ -47,12 +53,15 @@ class Blueprint:
                 f"data.max_length={config.data.max_length}: {config.data.store} has rows of up to "
                 f"{longest} tokens; prepare it again with this length, or raise it"
             )
+        target_config = read_target_config(config.target.path, config.target.revision)
         self.shape = DrafterShape.from_target(
-            read_target_config(config.target.path, config.target.revision),
-            self.store.meta["tokenizer_length"],
-            config.drafter,
+            target_config, self.store.meta["tokenizer_length"], config.drafter
         )
         self.target = target_fingerprint(config.target.path, config.target.revision)
+        self.with_last = needs_last(config.loss, config.drafter)
+        self.num_states = self.shape.num_features + self.with_last  # of H numbers a token
+        if self.with_last:
+            check_plain_logits(target_config)
         self.plan = Plan(
             self.store.lengths,
             self.store.supervised,
@@ -69,8 +78,13 @@ class Blueprint:
             num_steps=config.train.max_steps,
             epochs=config.train.epochs,
         )
+        held_out, rounds = None, None
+        if config.evaluate.every is not None:
+            held_out, rounds = open_held_out(config, self.store, self.plan)
+        self.stream = Stream(self.steps, rounds)
+        self.gates = Gates(config.gates, self.metrics())
         self.depth = queue_depth(config.pipeline, self.steps.window, self.roles.num_targets)
-        self.rows = Rows(self.store, self.plan, self.store.meta["pad_id"])
+        self.rows = Rows(self.stream, self.store, held_out, self.store.meta["pad_id"])
         self.folder = Path(config.run.dir)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.resume = self.checkpoints.choose(config.train.resume, place.attempt > 0)
@@ -85,6 +99,29 @@ class Blueprint:
                 f"{self.resume}: its last step ended with the run at seq {cursor}; going on would "
                 f"leave out seqs {cursor} to {self.first_seq - 1}; resume from the one before it"
             )
+        owed = self.saved.get("evaluated") != self.first_step
+        self.round_first = owed and self.stream.due(self.first_step)  # before the first step
+        self.best = self._saved_best()
+        if self.best and config.evaluate.keep_best:
+            self.checkpoints.best = self.best.step
+
+    def _saved_best(self) -> Best | None:
+        """The best round that the checkpoint knows of, where this run has what was best: of these
+        held-out rows, and its checkpoint in this folder."""
+        saved, rounds = self.saved.get("best"), self.stream.rounds
+        if not saved or rounds is None or saved["rows"] != rounds.plan.fingerprint:
+            return None
+        best = Best(**saved)
+        return best if self.checkpoints.place(best.step).is_dir() else None
+
+    def metrics(self) -> set[str]:
+        """The names of all metrics that all drafters know."""
+        drafts = num_drafts(self.shape)
+        names = step_metrics(drafts + 1, self.plan.edges)
+        if self.stream.rounds:
+            averaged = self.config.optim.ema is not None
+            names |= round_metrics(self.stream.rounds, drafts, averaged)
+        return names
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint records, and what resuming holds it to."""
@@ -92,33 +129,45 @@ class Blueprint:
             "fingerprint": self.plan.fingerprint,
             "fingerprint_parts": self.plan.fingerprint_parts,
             "store_fingerprint": self.store.fingerprint,
+            "rendering": self._rendering(),
             "window": self.steps.window,
-            "drafter": json.loads(json.dumps(asdict(self.shape))),
+            "drafter": self.shape.facts(),
             "target": self.target,
             "target_dtype": self.config.target.dtype,
             "seed": self.config.seed,
+            "optimizer": self.config.optim.kind,
         }
+
+    def _rendering(self) -> dict[str, Any] | None:
+        """How the store's conversations became text, where it says so."""
+        meta = self.store.meta
+        return meta["rendering"] | {"template": meta["template"]} if "rendering" in meta else None
 
     def agreement(self) -> dict[str, str]:
         """What must be alike on all ranks."""
+        rounds = self.stream.rounds
         return {
             "dflashdist version": dflashdist.__version__,
             "plan fingerprint": self.plan.fingerprint,
             "token store": self.store.fingerprint,
             "configuration": dump_config(self.config),
             "checkpoint to resume from": str(self.first_step),
+            "rows of evaluation": rounds.plan.fingerprint if rounds else "none",
+            "best checkpoint": str(self.best),
         }
 
     def spec_of(self, seq: int, dtype: torch.dtype) -> MessageSpec:
         """The message of a micro-batch, known from the plan alone."""
-        tokens = self.plan.micro_batch(seq).num_tokens
-        return MessageSpec(seq, tokens, self.shape.num_features, self.shape.hidden_size, dtype)
+        tokens = self.stream.micro_batch(seq).num_tokens
+        return MessageSpec(seq, tokens, self.num_states, self.shape.hidden_size, dtype)
+
+    def seqs(self) -> Iterator[int]:
+        """The seqs of this start of the job, in the order in which they are published."""
+        return self.stream.seqs(self.first_step, self.round_first)
 
     def num_messages(self, drafter: int) -> int:
-        """How many micro-batches this drafter trains on from here to the end of the run."""
-        last = self.steps.num_steps - 1
-        full = max(0, last - self.first_step) * self.steps.accumulation
-        return full + (len(self.steps.slots(last)[drafter]) if self.first_step <= last else 0)
+        """How many of them this drafter computes."""
+        return self.stream.num_messages(drafter, self.first_step, self.round_first)
 
     @property
     def anchors_per_window(self) -> float:
@@ -126,8 +175,9 @@ class Blueprint:
         anchors = float(self.plan.epoch(0).num_anchors.mean())
         return anchors * self.steps.window
 
-    def bucket_of(self, seq: int) -> int:
-        return self.plan.micro_batch(seq).bucket
+    def kind_of(self, seq: int) -> tuple[bool, int]:
+        """What tells shapes of micro-batches apart: the stream's part, and the bucket."""
+        return seq < EVALUATION, self.stream.micro_batch(seq).bucket
 
     @property
     def first_seq(self) -> int:

@@ -3,13 +3,17 @@
     checkpoints/step_00001000/
       config.json, model.safetensors   the drafter, in `checkpoint.dtype`: what serving engines load
       trainer/weights.safetensors      the same in float32
-      trainer/optimizer.pt             AdamW's state, read back with weights_only
+      trainer/optimizer.pt             the optimizer's state, read back with weights_only
       trainer/state.json               step, cursor, plan fingerprint, seed, config, versions
+      ema/config.json, ema/model.safetensors, trainer/ema.safetensors
+                                       with optim.ema: the averaged weights, likewise
+    checkpoints/best -> step_00000500  the checkpoint of the best round of evaluation
 
 Written aside, synced to disk, renamed: what carries the name is complete.
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,6 +28,9 @@ from safetensors.torch import load_file, save_file
 from dflashdist.config import CheckpointConfig, InputError
 from dflashdist.data.shards import sync
 from dflashdist.model.drafter import Drafter, save_drafter
+from dflashdist.train.optim import Optimizer, WeightAverage
+
+log = logging.getLogger(__name__)
 
 SAME = {  # what must not change between a checkpoint and its continuation, and how to mend it
     "store_fingerprint": "point data.store at the store it was made with",
@@ -32,6 +39,7 @@ SAME = {  # what must not change between a checkpoint and its continuation, and 
     "target": "point target.path at the model that it was trained for",
     "target_dtype": "restore target.dtype",
 }
+OPTIMIZER = "adamw"  # of checkpoints that do not say
 NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -40,6 +48,11 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: CheckpointConfig) -> None:
         self.folder, self._config = folder, config
+        self.best: int | None = None  # the step of the best round so far; its checkpoint is kept
+
+    def place(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
+        return self.folder / f"step_{step:08d}"
 
     def steps(self) -> dict[int, Path]:
         """The complete checkpoints, by step, ascending."""
@@ -85,21 +98,21 @@ class Checkpoints:
         self,
         step: int,
         drafter: Drafter,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         facts: dict[str, Any],
+        average: WeightAverage | None = None,
     ) -> Path:
         """Write the checkpoint of `step`, then drop the ones that need not be kept."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        place = self.folder / f"step_{step:08d}"
+        place = self.place(step)
         aside = self.folder / f".{place.name}.partial"
         shutil.rmtree(aside, ignore_errors=True)
         (aside / "trainer").mkdir(parents=True)
         save_drafter(aside, drafter, self._config.dtype)
-        weights = {
-            name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-            for name, tensor in drafter.state_dict().items()
-        }
-        save_file(weights, aside / "trainer/weights.safetensors", metadata={"format": "pt"})
+        save_float32(drafter, aside / "trainer/weights.safetensors")
+        if average:
+            save_drafter(aside / "ema", average.drafter, self._config.dtype)
+            save_float32(average.drafter, aside / "trainer/ema.safetensors")
         torch.save(optimizer.state_dict(), aside / "trainer/optimizer.pt")
         (aside / "trainer/state.json").write_text(json.dumps(facts | {"step": step}, indent=1))
         for path in [*aside.rglob("*"), aside]:
@@ -108,18 +121,40 @@ class Checkpoints:
             os.rename(place, self.folder / f".{place.name}.old.partial")
         os.rename(aside, place)
         sync(self.folder)
+        self.link_best()
         self.prune()
         return place
 
+    def link_best(self) -> None:
+        """Let `best` lead to the best checkpoint, where there is one."""
+        if self.best is None or not self.place(self.best).is_dir():
+            return
+        aside = self.folder / ".best.partial"
+        try:
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(self.place(self.best).name)
+            os.replace(aside, self.folder / "best")
+        except OSError as error:  # a file system without links; trainer/state.json says it as well
+            log.warning("%s: no link to the best checkpoint (%s)", self.folder, error)
+
     def prune(self) -> None:
-        """Keep the last n and every m-th, and remove what a killed run left unfinished."""
+        """Keep the last n, every m-th and the best; remove what a killed run left unfinished."""
         steps = self.steps()
         every = self._config.keep_every
         for step in list(steps)[: -self._config.keep_last]:
-            if step and not (every and step % every == 0):
+            if step and step != self.best and not (every and step % every == 0):
                 shutil.rmtree(steps[step])
         for path in self.folder.glob(".step_*.partial"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def save_float32(drafter: Drafter, file: Path) -> None:
+    """All of a drafter's weights in float32, as training holds them."""
+    weights = {
+        name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+        for name, tensor in drafter.state_dict().items()
+    }
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
@@ -142,6 +177,12 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) ->
     for name, fix in SAME.items():
         if saved[name] != now[name]:
             raise InputError(f"{checkpoint}: {name} was {saved[name]} and is {now[name]}; {fix}")
+    before = saved.get("optimizer", OPTIMIZER)
+    if before != now["optimizer"]:
+        raise InputError(
+            f"{checkpoint}: optimizer was {before} and is {now['optimizer']}; restore optim.kind, "
+            "or start anew from these weights with drafter.init_from in another run.dir"
+        )
 
 
 def _check_plan(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
@@ -159,15 +200,27 @@ def _check_plan(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) ->
 
 
 def load_training(
-    checkpoint: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, device: torch.device
+    checkpoint: Path,
+    drafter: Drafter,
+    optimizer: Optimizer,
+    device: torch.device,
+    average: WeightAverage | None = None,
 ) -> None:
-    """Restore float32 weights and optimizer state, exactly.
+    """Restore float32 weights, their average and the optimizer's state, exactly.
 
-    Raises InputError naming a file that cannot be read.
+    An average that the checkpoint does not have begins with its weights. Raises InputError naming a
+    file that cannot be read.
     """
     file = checkpoint / "trainer/weights.safetensors"
     try:
         drafter.load_state_dict(load_file(file, device=str(device)))
+        if average:
+            file = checkpoint / "trainer/ema.safetensors"
+            if file.is_file():
+                average.drafter.load_state_dict(load_file(file, device=str(device)))
+            else:
+                average.restart()
+                log.warning("%s has no average of the weights: it begins here", checkpoint)
         file = checkpoint / "trainer/optimizer.pt"
         settings = [{**group, "params": None} for group in optimizer.param_groups]
         optimizer.load_state_dict(torch.load(file, map_location=device, weights_only=True))

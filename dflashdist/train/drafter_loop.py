@@ -20,8 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from dflashdist.cluster.health import Health
 from dflashdist.config import OptimConfig
 from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.train.evaluation import Best
 from dflashdist.train.metrics import Clock, StepSums
-from dflashdist.train.optim import learning_rate, scale_and_clip
+from dflashdist.train.optim import (
+    Optimizer,
+    WeightAverage,
+    learning_rate,
+    scale_and_clip,
+    set_rate,
+)
 from dflashdist.train.sources import Source
 
 log = logging.getLogger(__name__)
@@ -38,6 +45,8 @@ class TrainState:
     step: int = 0
     skipped: int = 0  # steps without an update, in all
     bad_in_a_row: int = 0
+    evaluated: int = 0  # the step of the last round of evaluation
+    best: Best | None = None
 
 
 @dataclass
@@ -45,7 +54,7 @@ class Job:
     """Everything that the loop needs, put together once by train/run.py."""
 
     model: DistributedDataParallel
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     source: Source
     plan: Plan
     steps: Steps
@@ -58,6 +67,7 @@ class Job:
     optim: OptimConfig
     loss_scale: float
     max_bad_steps: int
+    average: WeightAverage | None = None
     autocast: bool = False
     on_slot: Callable[[int, int], None] = lambda step, seq: None
     on_reduced: Callable[[], None] = lambda: None
@@ -155,8 +165,9 @@ def update(job: Job, state: TrainState, sums: StepSums) -> tuple[float, float]:
             )
     else:
         state.bad_in_a_row = 0
-        for group in job.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(job.optimizer, rate)
         job.optimizer.step()
+        if job.average:
+            job.average.update(state.step - state.skipped)
     job.optimizer.zero_grad(set_to_none=True)
     return rate, norm

@@ -1,6 +1,5 @@
 """A drafter rank, put together: load the frozen ends, build the drafter, train, save, report."""
 
-import logging
 import time
 from typing import Any
 
@@ -18,19 +17,20 @@ from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.transport import PointToPoint, Receiver
 from dflashdist.cluster.workqueue import WorkQueue
 from dflashdist.cluster.world import World
-from dflashdist.config import dump_config
-from dflashdist.model.blocks import decay_weights
+from dflashdist.model.blocks import slot_weights
 from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafting import num_drafts
 from dflashdist.model.frozen import Frozen
+from dflashdist.model.initial import initialise
 from dflashdist.model.loss import DrafterBatch, DrafterLoss
-from dflashdist.train.blueprint import Blueprint, target_dtype, versions
+from dflashdist.train.after_step import AfterStep
+from dflashdist.train.blueprint import Blueprint, target_dtype
 from dflashdist.train.checkpoint import load_training
 from dflashdist.train.drafter_loop import Job, TrainState, train
-from dflashdist.train.metrics import Clock, Reporter, StepSums
-from dflashdist.train.optim import build_optimizer, loss_scale
+from dflashdist.train.evaluation import AVERAGED, RAW, Evaluator
+from dflashdist.train.metrics import Clock
+from dflashdist.train.optim import WeightAverage, build_optimizer, loss_scale
 from dflashdist.train.sources import Batches, ComputedStates, ReceivedStates, Source
-
-log = logging.getLogger(__name__)
 
 
 class Gradients:
@@ -62,21 +62,38 @@ def run_drafter_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
         device=world.device,
     )
     drafter = Drafter(shape)
-    drafter.reset_parameters(
-        config.drafter.init, seed=config.seed, final_norm=frozen.final_norm.float().cpu()
-    )
+    if not blueprint.resume:
+        initialise(
+            drafter,
+            config.drafter,
+            config.target.path,
+            config.target.revision,
+            seed=config.seed,
+            final_norm=frozen.final_norm.float().cpu(),
+        )
     drafter.to(world.device)
     optimizer = build_optimizer(config.optim, drafter)
+    average = None
+    if config.optim.ema is not None:
+        average = WeightAverage(drafter, config.optim.ema)
     if blueprint.resume:
-        load_training(blueprint.resume, drafter, optimizer, world.device)
+        load_training(blueprint.resume, drafter, optimizer, world.device, average)
     saved = blueprint.saved
-    state = TrainState(blueprint.first_step, saved.get("skipped", 0), saved.get("bad_in_a_row", 0))
+    state = TrainState(
+        step=blueprint.first_step,
+        skipped=saved.get("skipped", 0),
+        bad_in_a_row=saved.get("bad_in_a_row", 0),
+        evaluated=saved.get("evaluated", 0),
+        best=blueprint.best,
+    )
     clock = Clock()
     gradients = Gradients(world.drafters, health, clock)
     model = data_parallel(DrafterLoss(drafter, frozen, shape, config.loss), world, gradients)
     source, lead = connect(blueprint, world, trace)
+    # Positions from a block's anchor to its last draft: the block's size, but one more for DSpark.
+    span = num_drafts(shape) + 1
     weight_per_anchor = float(
-        decay_weights(shape.block_size, decay=config.loss.decay, gamma=config.loss.gamma).sum()
+        slot_weights(span, weights=config.loss.weights, gamma=config.loss.gamma).sum()
     )
     job = Job(
         model=model,
@@ -89,13 +106,14 @@ def run_drafter_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
         device=world.device,
         health=health,
         clock=clock,
-        block_size=shape.block_size,
+        block_size=span,
         empty_batch=lambda: empty_batch(
             shape.num_features * shape.hidden_size, world.device, frozen
         ),
         optim=config.optim,
         loss_scale=loss_scale(blueprint.anchors_per_window, weight_per_anchor),
         max_bad_steps=config.train.max_bad_steps,
+        average=average,
         autocast=world.device.type == "cuda",
         on_reduced=gradients.done,
     )
@@ -103,9 +121,24 @@ def run_drafter_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
         job.on_slot = lambda step, seq: trace(
             "slot", step=step, seq=seq, rows=blueprint.plan.micro_batch(seq).rows.tolist()
         )
-    after = AfterStep(blueprint, world, drafter, lead)
-    if config.checkpoint.at_start and state.step == 0:
-        after.save(job, state)
+    evaluator = None
+    if blueprint.stream.rounds:
+        drafters = {RAW: drafter} | ({AVERAGED: average.drafter} if average else {})
+        evaluator = Evaluator(
+            blueprint.stream,
+            source,
+            frozen,
+            drafters,
+            drafter=world.rank,
+            group=world.drafters,
+            device=world.device,
+            health=health,
+            trace=trace,
+            max_new_tokens=config.evaluate.max_new_tokens,
+            autocast=job.autocast,
+        )
+    after = AfterStep(blueprint, world, drafter, evaluator, lead)
+    after.start(job, state)
     train(job, state, after)
     health.phase("wait for the other drafters")
     if world.rank == 0:  # the end is called when no drafter waits for anything any more
@@ -136,6 +169,9 @@ def connect(
         blueprint.rows,
         seed=config.seed,
         num_anchors=config.drafter.num_anchors,
+        block_size=blueprint.shape.block_size,
+        features=blueprint.shape.num_features * blueprint.shape.hidden_size,
+        variable_prefix=config.loss.variable_prefix,
         device=world.device,
     )
     if roles.layout == COLOCATED:
@@ -162,89 +198,13 @@ def connect(
         return source, None
     dispatcher = Dispatcher(
         WorkQueue(world.clone_store(), health),
-        first=blueprint.first_seq,
-        end=blueprint.steps.end,
+        seqs=blueprint.seqs(),
         credit=blueprint.depth,
         num_takers=roles.num_targets,
         on_publish=lambda seq: trace("publish", seq=seq),
     )
     health.thread("dispatcher", dispatcher.run)
     return source, (dispatcher, WorkQueue(world.clone_store(), health))
-
-
-class AfterStep:
-    """What follows a step: report, checkpoint, the decision to stop; alike on all drafters."""
-
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        world: World,
-        drafter: Drafter,
-        lead: tuple[Dispatcher, WorkQueue] | None,
-    ) -> None:
-        self._blueprint, self._world, self._drafter, self._lead = blueprint, world, drafter, lead
-        self._reporter: Reporter | None = None
-        self._saved = "saved/none"
-        if world.rank == 0:
-            self._reporter = Reporter(
-                blueprint.plan,
-                blueprint.steps,
-                first_step=blueprint.first_step,
-                tensorboard=str(blueprint.folder / "tb"),
-                every=blueprint.config.train.log_every,
-            )
-
-    def __call__(
-        self, job: Job, state: TrainState, sums: StepSums, rate: float, norm: float
-    ) -> bool:
-        """Report and save where it is time. Returns whether all ranks stop now."""
-        if self._reporter:
-            depth = None
-            if self._lead:
-                dispatcher, queue = self._lead
-                depth = dispatcher.num_published - queue.num_consumed()
-            self._reporter.step(
-                state.step,
-                sums,
-                lr=rate,
-                grad_norm=norm,
-                skipped=state.skipped,
-                queue_depth=depth,
-                beats=self._world.health.beats,
-            )
-        stop = sums.extra("stop") > 0
-        last = state.step == job.steps.num_steps
-        if stop or last or state.step % self._blueprint.config.checkpoint.every == 0:
-            self.save(job, state)
-        if stop and self._world.rank == 0:
-            log.warning("asked to stop: saved after step %d; train.resume=auto goes on", state.step)
-        return stop
-
-    def save(self, job: Job, state: TrainState) -> None:
-        """The lead writes; the others wait for it, so that nobody takes the pause for a fault."""
-        key = f"saved/{state.step}"
-        if self._world.rank != 0:
-            job.health.phase("wait for the checkpoint")
-            job.health.wait_key(self._world.store, key)
-            return
-        job.health.phase("save the checkpoint", kind=state.step)
-        facts = self._blueprint.facts() | {
-            "cursor": min(state.step * job.steps.window, job.steps.end),
-            "skipped": state.skipped,
-            "bad_in_a_row": state.bad_in_a_row,
-            "num_steps": job.steps.num_steps,
-            "config": dump_config(self._blueprint.config),
-            "versions": versions(),
-        }
-        place = self._blueprint.checkpoints.save(state.step, self._drafter, job.optimizer, facts)
-        log.info("saved %s", place)
-        self._world.store.set(key, "1")
-        self._world.store.delete_key(self._saved)  # all have read it: a step was reduced since
-        self._saved = key
-
-    def close(self) -> None:
-        if self._reporter:
-            self._reporter.close()
 
 
 def empty_batch(features: int, device: torch.device, frozen: Frozen) -> DrafterBatch:

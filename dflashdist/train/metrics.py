@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from dflashdist.schedule.plan import MicroBatch, Plan, Steps
 
 log = logging.getLogger(__name__)
 
+BY_BUCKET = ("bucket_loss", "bucket_micro_batches")
 EXTRAS = ("tokens", "padded_tokens", "stop", "wait", "transfer", "total")
 
 
@@ -40,6 +41,10 @@ class Clock:
     @property
     def total(self) -> float:
         return time.perf_counter() - self._began
+
+    def leave_out(self, seconds: float) -> None:
+        """Count the last `seconds` as spent elsewhere."""
+        self._began += seconds
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -123,9 +128,17 @@ class StepSums:
             for index, value in enumerate((loss, weight, 1.0)):
                 totals[index] += value
         for bucket, (loss, weight, number) in sorted(by_bucket.items()):
-            result[f"bucket_loss/{plan.edges[bucket]:05d}"] = loss / max(weight, 1e-9)
-            result[f"bucket_micro_batches/{plan.edges[bucket]:05d}"] = number
+            for kind, value in zip(BY_BUCKET, (loss / max(weight, 1e-9), number), strict=True):
+                result[f"{kind}/{plan.edges[bucket]:05d}"] = value
         return result
+
+
+def step_metrics(block_size: int, edges: Sequence[int]) -> set[str]:
+    """The names of a step's metrics that all drafters know, as they come from reduced sums."""
+    names = {"loss", "accepted_length", "accuracy/all", "padding_efficiency"}
+    names |= {f"accuracy/position_{position:02d}" for position in range(1, block_size)}
+    names |= {f"{kind}/{edge:05d}" for kind in BY_BUCKET for edge in edges}
+    return names | {"lr", "grad_norm", "skipped_steps"}
 
 
 def target_totals(beats: dict[int, dict[str, Any]]) -> dict[str, float]:
@@ -203,11 +216,34 @@ class Reporter:
             f"accepted {values['accepted_length']:.3f} | lr {lr:.2e} | norm {grad_norm:.2f} | "
             f"{values['tokens_per_second/drafters']:,.0f} tok/s{queue}{waits} | eta {eta}"
         )
+        self._say(line)
+        self._last, self._tokens = now, 0.0
+        self._spent = dict.fromkeys(self._spent, 0.0)
+
+    def evaluation(self, step: int, values: dict[str, float], best: bool) -> None:
+        """Show the round after step `step`; its seconds are no training's."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._last += values["eval/seconds"]
+        length = values.get("eval/acceptance_length", math.nan)
+        averaged = ""
+        if "eval_ema/acceptance_length" in values:
+            averaged = f" (of averaged weights {values['eval_ema/acceptance_length']:.3f})"
+        shares = [f"{v:.2f}" for name, v in values.items() if name.startswith("eval/position_")]
+        self._say(
+            f"evaluation after step {step} | acceptance length {length:.3f}{averaged} | "
+            f"by position {' '.join(shares)} | {values['eval/seconds']:.1f} s"
+            + (" | best so far" if best else "")
+        )
+
+    def warning(self, step: int, text: str) -> None:
+        """Leave a warning beside the curves."""
+        self._writer.add_text("warnings", text, step)
+
+    def _say(self, line: str) -> None:
         log.info(line)
         self._bar.write(line, file=sys.stdout)
         sys.stdout.flush()
-        self._last, self._tokens = now, 0.0
-        self._spent = dict.fromkeys(self._spent, 0.0)
 
     def close(self) -> None:
         self._bar.close()

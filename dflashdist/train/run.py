@@ -89,17 +89,23 @@ def work(blueprint: Blueprint, world: World) -> None:
 
 def announce(blueprint: Blueprint, world: World) -> None:
     """Rank 0 says who does what, and writes the resolved configuration and the plan's facts."""
-    steps, plan = blueprint.steps, blueprint.plan
+    config, steps, plan = blueprint.config, blueprint.steps, blueprint.plan
     print(roles_table(world.members))
     print(
         f"{plan.num_rows:,} rows, {plan.micro_batches_per_epoch:,} micro-batches an epoch in "
         f"{plan.num_buckets} buckets; {steps.num_steps:,} steps of {steps.window} "
         f"({steps.num_drafters} drafters x {steps.accumulation}); plan {plan.fingerprint[:12]}"
     )
+    if blueprint.stream.rounds:
+        print(
+            f"evaluation every {config.evaluate.every} steps on "
+            f"{blueprint.stream.rounds.plan.num_rows:,} held-out rows in "
+            f"{blueprint.stream.round_size:,} micro-batches"
+        )
     if blueprint.resume:
         print(f"resuming after step {blueprint.first_step} from {blueprint.resume}")
     print(f"run folder {blueprint.folder}", flush=True)
-    (blueprint.folder / "config.yaml").write_text(dump_config(blueprint.config))
+    (blueprint.folder / "config.yaml").write_text(dump_config(config))
     facts = blueprint.facts() | {
         "members": [asdict(member) for member in world.members],
         "micro_batches_per_epoch": plan.micro_batches_per_epoch,

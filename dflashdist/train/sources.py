@@ -15,22 +15,27 @@ from dflashdist.cluster.transport import Receiver
 from dflashdist.cluster.workqueue import WorkQueue
 from dflashdist.data.collate import TokenBatch, collate
 from dflashdist.data.shards import TokenStore
-from dflashdist.model.blocks import draw_anchors, unpack
+from dflashdist.model.blocks import draw_anchors, draw_prefixes, unpack
 from dflashdist.model.loss import DrafterBatch
-from dflashdist.schedule.plan import Plan
+from dflashdist.schedule.stream import EVALUATION, Stream
 
 
 class Rows:
-    """The micro-batches of the plan, read from the token store."""
+    """The micro-batches of the stream, read from the token stores."""
 
-    def __init__(self, store: TokenStore, plan: Plan, pad_id: int) -> None:
-        self._store, self._plan, self._pad_id = store, plan, pad_id
+    def __init__(
+        self, stream: Stream, store: TokenStore, held_out: TokenStore | None, pad_id: int
+    ) -> None:
+        self._stream, self._store, self._held_out = stream, store, held_out
+        self._pad_id = pad_id
 
     def tokens(self, seq: int) -> TokenBatch:
         """Micro-batch `seq`, padded."""
-        micro_batch = self._plan.micro_batch(seq)
+        micro_batch = self._stream.micro_batch(seq)
+        store = self._store if seq < EVALUATION else self._held_out
+        assert store is not None, seq
         return collate(
-            self._store,
+            store,
             seq=seq,
             epoch=micro_batch.epoch,
             rows=micro_batch.rows,
@@ -40,15 +45,29 @@ class Rows:
 
 
 class Batches:
-    """Hidden states [tokens, K*H] of a seq to the batch that the drafter trains on."""
+    """The target's states of a seq to the batch that the drafter trains on."""
 
-    def __init__(self, rows: Rows, *, seed: int, num_anchors: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        seed: int,
+        num_anchors: int,
+        block_size: int,
+        features: int,
+        variable_prefix: float | None,
+        device: torch.device,
+    ) -> None:
+        """`features`: K*H, what the drafter reads of a token's states; a last state may follow."""
         self._rows, self._seed, self._num_anchors, self._device = rows, seed, num_anchors, device
+        self._block_size, self._features = block_size, features
+        self._variable_prefix = variable_prefix
 
     def batch(self, seq: int, states_of: Callable[[TokenBatch], Tensor]) -> DrafterBatch:
-        """The batch of `seq`, with the hidden states [tokens, K*H] that `states_of` has for it."""
+        """The batch of `seq`, with the states [tokens, num_states * H] that `states_of` gives."""
         tokens = self._rows.tokens(seq)
-        packed = states_of(tokens)
+        hidden, last = states_of(tokens).tensor_split([self._features], -1)
+        width = tokens.ids.shape[1]
         anchors, keep = draw_anchors(
             tokens.loss_mask,
             tokens.row_ids,
@@ -59,11 +78,28 @@ class Batches:
         return DrafterBatch(
             ids=tokens.ids.to(self._device),
             loss_mask=tokens.loss_mask.to(self._device),
-            hidden=unpack(packed, tokens.lengths, tokens.ids.shape[1]),
+            hidden=unpack(hidden, tokens.lengths, width),
             anchors=anchors.to(self._device),
             keep=keep.to(self._device),
             lengths=tokens.lengths.to(self._device),
+            last=unpack(last, tokens.lengths, width) if last.shape[1] else None,
+            prefix=self._prefixes(tokens, anchors),
         )
+
+    def _prefixes(self, tokens: TokenBatch, anchors: Tensor) -> Tensor | None:
+        """Only training shows blocks more than their anchor; evaluation and decoding never do."""
+        if self._variable_prefix is None or tokens.seq >= EVALUATION:
+            return None
+        prefixes = draw_prefixes(
+            tokens.loss_mask,
+            anchors,
+            tokens.row_ids,
+            seed=self._seed,
+            epoch=tokens.epoch,
+            block_size=self._block_size,
+            base=self._variable_prefix,
+        )
+        return prefixes.to(self._device)
 
 
 class Source(Protocol):
@@ -92,7 +128,7 @@ class ReceivedStates:
 
 
 class ComputedStates:
-    """Layout `colocated`: this rank runs the target itself. `forward`: tokens -> [tokens, K*H]."""
+    """Layout `colocated`: this rank runs the target itself. `forward`: tokens -> their states."""
 
     def __init__(self, batches: Batches, forward: Callable[[TokenBatch], Tensor]) -> None:
         self._batches, self._forward = batches, forward

@@ -20,13 +20,14 @@ from dflashdist.train.target_loop import TargetWork, run_target
 def load_target(
     blueprint: Blueprint, device: torch.device, health: Health
 ) -> Callable[[TokenBatch], Tensor]:
-    """The frozen target as a function: padded tokens -> states of the real ones, [T, K*H]."""
+    """The frozen target as a function: padded tokens -> states of the real ones, side by side."""
     config = blueprint.config.target
     assert config.path is not None
     health.phase("load the target")
     target = Target(
         config.path,
         blueprint.shape.target_layer_ids,
+        with_last=blueprint.with_last,
         dtype=target_dtype(config.dtype, device),
         device=device,
         revision=config.revision,
@@ -52,7 +53,7 @@ def run_target_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
         health,
         blueprint.roles,
         rank=world.rank,
-        drafter_of=blueprint.steps.drafter_of,
+        drafter_of=blueprint.stream.drafter_of,
         max_unsent=config.pipeline.max_unsent,
         checksum=config.pipeline.checksum,
         delay=delay,
@@ -66,7 +67,7 @@ def run_target_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
             prepare=blueprint.rows.tokens,
             forward=forward,
             spec_of=lambda seq: blueprint.spec_of(seq, dtype),
-            kind_of=blueprint.bucket_of,
+            kind_of=blueprint.kind_of,
             prefetch=config.pipeline.prefetch,
             delay=delay,
         )

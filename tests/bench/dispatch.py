@@ -100,7 +100,7 @@ def measure_queue(control: Control, consumers: int, seconds: float) -> dict[str,
 
     def rate(number: int, run: str) -> float:
         dispatcher = Dispatcher(
-            control.queue(run), first=0, end=number, credit=max(12, 2 * consumers),
+            control.queue(run), seqs=range(number), credit=max(12, 2 * consumers),
             num_takers=consumers,
         )  # fmt: skip
         queues = [control.queue(run) for _ in range(consumers)]

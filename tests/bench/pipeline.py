@@ -215,7 +215,7 @@ def be_drafter(case: Case, work: Work, world: Any, link: Any, spec_of: Any) -> D
     )  # fmt: skip
     if world.rank == 0:
         dispatcher = Dispatcher(
-            WorkQueue(world.clone_store(), health), first=0, end=work.steps.end,
+            WorkQueue(world.clone_store(), health), seqs=range(work.steps.end),
             credit=work.depth, num_takers=case.targets,
         )  # fmt: skip
         health.thread("dispatcher", dispatcher.run)

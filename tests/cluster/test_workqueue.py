@@ -86,7 +86,7 @@ def test_credit_order_and_end(queues, credit, takers):
         most_keys = max(most_keys, queues.store.num_keys())
 
     dispatcher = Dispatcher(
-        queues.client(), first=first, end=end, credit=credit, num_takers=takers,
+        queues.client(), seqs=range(first, end), credit=credit, num_takers=takers,
         on_publish=on_publish,
     )  # fmt: skip
     taken: list[list[int]] = [[] for _ in range(takers)]
@@ -116,7 +116,7 @@ def test_credit_order_and_end(queues, credit, takers):
 def test_the_whole_credit_is_used_and_no_more(queues):
     """Without any consumption exactly `credit` seqs can be taken; each consumption frees one."""
     credit = 6
-    dispatcher = Dispatcher(queues.client(), first=0, end=100, credit=credit, num_takers=1)
+    dispatcher = Dispatcher(queues.client(), seqs=range(100), credit=credit, num_takers=1)
     queue, taken = queues.client(), []
 
     def take() -> None:

@@ -1,0 +1,153 @@
+"""What follows a step, decided alike on all drafters: report, evaluation round, gates, checkpoint,
+and whether all ranks stop."""
+
+import logging
+import math
+from dataclasses import asdict
+
+from dflashdist.cluster.dispatcher import Dispatcher
+from dflashdist.cluster.workqueue import WorkQueue
+from dflashdist.cluster.world import World
+from dflashdist.config import dump_config
+from dflashdist.model.drafter import Drafter
+from dflashdist.train.blueprint import Blueprint, versions
+from dflashdist.train.drafter_loop import Job, RunFailed, TrainState
+from dflashdist.train.evaluation import RAW, Best, Evaluator, RoundLog
+from dflashdist.train.metrics import Reporter, StepSums
+
+log = logging.getLogger(__name__)
+
+
+class AfterStep:
+    """What `drafter_loop.train` calls after each step."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        world: World,
+        drafter: Drafter,
+        evaluator: Evaluator | None,
+        lead: tuple[Dispatcher, WorkQueue] | None,
+    ) -> None:
+        """`evaluator`: where the run has rounds of evaluation. `lead`: rank 0's of a split job."""
+        self._blueprint, self._world, self._drafter = blueprint, world, drafter
+        self._evaluator, self._lead = evaluator, lead
+        self._reporter: Reporter | None = None
+        self._rounds: RoundLog | None = None
+        self._saved = "saved/none"
+        if world.rank == 0:
+            self._reporter = Reporter(
+                blueprint.plan,
+                blueprint.steps,
+                first_step=blueprint.first_step,
+                tensorboard=str(blueprint.folder / "tb"),
+                every=blueprint.config.train.log_every,
+            )
+            if evaluator:
+                to_come = blueprint.first_step + (not blueprint.round_first)
+                self._rounds = RoundLog(blueprint.folder / "eval/rounds.jsonl", to_come)
+
+    def start(self, job: Job, state: TrainState) -> None:
+        """Before the first step: save the untrained drafter if asked to, and make up for the round
+        that was due where the last run was stopped."""
+        if self._blueprint.config.checkpoint.at_start and state.step == 0:
+            self.save(job, state)
+        if self._blueprint.round_first:
+            self.evaluate(job, state)
+            self.save(job, state)
+
+    def __call__(
+        self, job: Job, state: TrainState, sums: StepSums, rate: float, norm: float
+    ) -> bool:
+        """Report, evaluate and save where it is time. Returns whether all ranks stop now."""
+        config = self._blueprint.config
+        self._report(state, sums, rate, norm)
+        if config.gates:
+            known = {"lr": rate, "grad_norm": norm, "skipped_steps": state.skipped}
+            self._hold_gates(state.step, sums.summary(job.plan) | known)
+        stop = sums.extra("stop") > 0
+        last = state.step == job.steps.num_steps
+        best = False
+        if self._blueprint.stream.due(state.step) and not stop:  # else when the run goes on
+            best = self.evaluate(job, state) and config.evaluate.keep_best
+        if stop or last or best or state.step % config.checkpoint.every == 0:
+            self.save(job, state)
+        if stop and self._world.rank == 0:
+            log.warning("asked to stop: saved after step %d; train.resume=auto goes on", state.step)
+        return stop
+
+    def _report(self, state: TrainState, sums: StepSums, rate: float, norm: float) -> None:
+        if not self._reporter:
+            return
+        depth = None
+        if self._lead:
+            dispatcher, queue = self._lead
+            depth = dispatcher.num_published - queue.num_consumed()
+        self._reporter.step(
+            state.step,
+            sums,
+            lr=rate,
+            grad_norm=norm,
+            skipped=state.skipped,
+            queue_depth=depth,
+            beats=self._world.health.beats,
+        )
+
+    def evaluate(self, job: Job, state: TrainState) -> bool:
+        """The round of this step. Returns whether it is the best so far."""
+        stream = self._blueprint.stream
+        assert self._evaluator and stream.rounds
+        values = self._evaluator.round(state.step)
+        job.clock.leave_out(values[f"{RAW}/seconds"])
+        state.evaluated = state.step
+        length = values.get(f"{RAW}/acceptance_length", math.nan)
+        best = length > (state.best.acceptance_length if state.best else 0.0)
+        if best:
+            state.best = Best(state.step, length, stream.rounds.plan.fingerprint)
+        if self._reporter and self._rounds:
+            self._reporter.evaluation(state.step, values, best)
+            self._rounds.add(state.step, values, {"best": best})
+        self._hold_gates(state.step, values)
+        return best
+
+    def _hold_gates(self, step: int, values: dict[str, float]) -> None:
+        """Warn of each gate that is left, or end the run. Raises RunFailed, on all drafters."""
+        for text in self._blueprint.gates.left(step, values):
+            if self._reporter:
+                self._reporter.warning(step, text)
+            if self._blueprint.config.gates_stop:
+                self.close()
+                raise RunFailed(f"{text} (gates_stop=true)")
+            log.warning("%s", text)
+
+    def save(self, job: Job, state: TrainState) -> None:
+        """The lead writes; the others wait for it, so that nobody takes the pause for a fault."""
+        key = f"saved/{state.step}"
+        if self._world.rank != 0:
+            job.health.phase("wait for the checkpoint")
+            job.health.wait_key(self._world.store, key)
+            return
+        job.health.phase("save the checkpoint", kind=state.step)
+        config, checkpoints = self._blueprint.config, self._blueprint.checkpoints
+        facts = self._blueprint.facts() | {
+            "cursor": min(state.step * job.steps.window, job.steps.end),
+            "skipped": state.skipped,
+            "bad_in_a_row": state.bad_in_a_row,
+            "evaluated": state.evaluated,
+            "best": asdict(state.best) if state.best else None,
+            "num_steps": job.steps.num_steps,
+            "config": dump_config(config),
+            "versions": versions(),
+        }
+        if state.best and config.evaluate.keep_best:
+            checkpoints.best = state.best.step
+        place = checkpoints.save(state.step, self._drafter, job.optimizer, facts, job.average)
+        log.info("saved %s", place)
+        self._world.store.set(key, "1")
+        self._world.store.delete_key(self._saved)  # all have read it: a step was reduced since
+        self._saved = key
+
+    def close(self) -> None:
+        """Write what the reporter still holds."""
+        if self._reporter:
+            self._reporter.close()

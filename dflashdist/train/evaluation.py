@@ -1,0 +1,181 @@
+"""Evaluation rounds inside training: acceptance on held-out rows, counted without decoding.
+
+Each drafter takes its share of a round's micro-batches; their hidden states come from the same
+source as training's, and one all-reduce adds up what was counted. A round reads weights and changes
+none, draws nothing, and has seqs of its own: training is the same, to the bit, with and without.
+"""
+
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dflashdist.cluster.health import Health
+from dflashdist.cluster.trace import Trace
+from dflashdist.config import Config, InputError
+from dflashdist.data.shards import TokenStore
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafting import num_drafts
+from dflashdist.model.frozen import Frozen
+from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
+from dflashdist.schedule.plan import Plan
+from dflashdist.schedule.stream import Rounds, Stream
+from dflashdist.train.sources import Source
+
+RAW, AVERAGED = "eval", "eval_ema"  # how metrics of the weights, and of their average, begin
+
+
+def open_held_out(config: Config, store: TokenStore, plan: Plan) -> tuple[TokenStore, Rounds]:
+    """The held-out rows of `evaluate.store`, or of the split that `store` has, and their rounds.
+
+    Of more than `evaluate.max_rows`, rows at even distances: the same in every round and run.
+    Buckets are those of the training plan. Raises InputError where there are no such rows, or they
+    do not fit the run.
+    """
+    path = Path(config.evaluate.store or store.path / "validation")
+    if config.evaluate.store is None and not path.is_dir():
+        raise InputError(
+            f"evaluate.every={config.evaluate.every}: {store.path} has no validation split; "
+            "prepare it with data.validation=0.01, or set evaluate.store to a token store"
+        )
+    held_out = TokenStore.open(path)
+    if held_out.meta["tokenizer_fingerprint"] != store.meta["tokenizer_fingerprint"]:
+        raise InputError(f"{path}: made with another tokenizer than {store.path}; prepare it anew")
+    rows = np.flatnonzero(held_out.supervised >= 2)  # an answer of one token needs no pass
+    if len(rows) == 0:
+        raise InputError(f"{path}: no row with an answer of two tokens; take another store")
+    number = min(config.evaluate.max_rows, len(rows))
+    rows = rows[np.arange(number) * len(rows) // number]
+    lengths, supervised = held_out.lengths[rows], held_out.supervised[rows]
+    longest = int(lengths.max())
+    if longest > min(config.data.max_length, config.schedule.max_tokens):
+        raise InputError(
+            f"{path}: has rows of up to {longest} tokens, above data.max_length or "
+            "schedule.max_tokens; prepare it again with the training rows' length"
+        )
+    edges = [*plan.edges, longest] if longest > plan.edges[-1] else [*plan.edges]
+    rounds = Plan(
+        lengths,
+        supervised,
+        replace(config.schedule, bucket_edges=edges),
+        num_anchors=longest,  # a block may start at any token of an answer
+        block_size=config.drafter.block_size,
+        seed=0,
+        store=held_out.fingerprint,
+    )
+    assert config.evaluate.every is not None
+    return held_out, Rounds(rounds, rows, config.evaluate.every)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best round so far, and on which held-out rows: others do not compare."""
+
+    step: int
+    acceptance_length: float
+    rows: str  # fingerprint of the held-out rows' plan
+
+
+class Evaluator:
+    """The rounds of one drafter rank."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        source: Source,
+        frozen: Frozen,
+        drafters: dict[str, Drafter],
+        *,
+        drafter: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        health: Health,
+        trace: Trace,
+        max_new_tokens: int,
+        autocast: bool,
+    ) -> None:
+        """`drafters`: what to evaluate, by how its metrics' names begin; `RAW` is among them.
+        `drafter`: this rank's index among the drafters of `group`."""
+        assert stream.rounds is not None
+        self._stream, self._source, self._frozen = stream, source, frozen
+        self._drafters, self._drafter, self._group = drafters, drafter, group
+        self._device, self._health, self._trace = device, health, trace
+        self._max_new_tokens, self._autocast = max_new_tokens, autocast
+        self._plan = stream.rounds.plan
+        self._num_drafts = num_drafts(drafters[RAW].shape)
+
+    def round(self, step: int) -> dict[str, float]:
+        """Metrics of the weights after `step` steps: reduced, so the same on every drafter."""
+        began = time.perf_counter()
+        sums = torch.zeros(  # [drafters, buckets, counts]
+            len(self._drafters),
+            self._plan.num_buckets,
+            AcceptanceSums.size(self._num_drafts),
+            dtype=torch.float64,
+            device=self._device,
+        )
+        for seq in self._stream.round_share(step, self._drafter):
+            self._health.phase("wait for hidden states", seq)
+            batch = self._source.hidden_states(seq)
+            bucket = self._stream.micro_batch(seq).bucket
+            self._health.phase("evaluate", seq, bucket)
+            self._trace("evaluate", step=step, seq=seq)
+            for place, drafter in enumerate(self._drafters.values()):
+                with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
+                    counted = teacher_forced(
+                        drafter, self._frozen, batch, max_new_tokens=self._max_new_tokens
+                    )
+                sums[place, bucket] += counted.vector
+            del batch
+        self._health.phase("wait for the other drafters")
+        dist.all_reduce(sums, group=self._group)
+        values: dict[str, float] = {}
+        for name, by_bucket in zip(self._drafters, sums.cpu(), strict=True):
+            total = AcceptanceSums(by_bucket.sum(0))
+            values[f"{name}/acceptance_length"] = total.acceptance_length
+            for k, share in enumerate(total.position_acceptance, 1):
+                values[f"{name}/position_{k:02d}"] = share
+            for edge, part in zip(self._plan.edges, by_bucket, strict=True):
+                values[f"{name}/bucket_{edge:05d}"] = AcceptanceSums(part).acceptance_length
+        values = {name: value for name, value in values.items() if not math.isnan(value)}
+        return values | {f"{RAW}/seconds": time.perf_counter() - began}
+
+
+def round_metrics(rounds: Rounds, num_drafts: int, averaged: bool) -> set[str]:
+    """The names of a round's metrics that all drafters know."""
+    parts = ["acceptance_length", *(f"position_{k:02d}" for k in range(1, num_drafts + 1))]
+    parts += [f"bucket_{edge:05d}" for edge in rounds.plan.edges]
+    return {f"{name}/{part}" for name in (RAW, AVERAGED)[: 1 + averaged] for part in parts}
+
+
+class RoundLog:
+    """One JSON line a round, in the run folder. Rounds that a resumed run repeats are dropped."""
+
+    def __init__(self, file: Path, first_step: int) -> None:
+        """`first_step`: rounds from this step on are still to come."""
+        self._file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = file.read_text().splitlines() if file.is_file() else []
+        kept = [line for line in lines if step_of(line) < first_step]
+        aside = file.with_name(f".{file.name}.partial")
+        aside.write_text("".join(line + "\n" for line in kept))
+        aside.replace(file)
+
+    def add(self, step: int, values: dict[str, float], facts: dict[str, Any]) -> None:
+        """Append the round after `step`."""
+        with open(self._file, "a") as file:
+            file.write(json.dumps({"step": step} | facts | values) + "\n")
+
+
+def step_of(line: str) -> float:
+    """The step of a round's line; of one that a kill has cut short, infinity."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
