@@ -1,0 +1,128 @@
+"""The layout `speculators`: its keys, and that the library computes the same from it."""
+
+import json
+
+import pytest
+import torch
+from variants import CHANGES, variant_drafter
+
+from dflashdist.config import DrafterConfig, InputError
+from dflashdist.export.folder import export_drafter
+from dflashdist.model.blocks import block_ids
+from dflashdist.model.drafter import save_drafter
+from dflashdist.model.shape import DrafterShape, read_target_config
+
+# What the layout cannot say: full layers beside causal ones, or causal themselves.
+REFUSED = {"one sliding layer", "causal", "causal sliding"}
+SAID = [name for name in CHANGES if name not in REFUSED]
+
+
+@pytest.fixture
+def exported(tiny_target, tmp_path):
+    def export(name: str):
+        settings = DrafterConfig(num_layers=2, block_size=4, target_layer_ids=[1, 3])
+        shape = DrafterShape.from_target(read_target_config(tiny_target), 200, settings)
+        drafter = variant_drafter(shape, name)
+        save_drafter(tmp_path / "source", drafter, "float32")
+        out = export_drafter(
+            tmp_path / "source", tmp_path / "out", format="speculators", dtype="float32",
+            target=tiny_target,
+        )  # fmt: skip
+        return drafter, out
+
+    return export
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_keys(exported, tiny_target, name):
+    drafter, out = exported(name)
+    shape, config = drafter.shape, json.loads((out / "config.json").read_text())
+    assert config["speculators_model_type"] == shape.variant
+    assert config["aux_hidden_state_layer_ids"] == [2, 4]  # vLLM's: one more than ours
+    assert config["mask_token_id"] == 200 and config["block_size"] == 4
+    assert config["draft_vocab_size"] == config["transformer_layer_config"]["vocab_size"] == 208
+    told = config["speculators_config"]
+    assert told["verifier"] == {
+        "name_or_path": tiny_target, "architectures": ["Qwen3ForCausalLM"]
+    }  # fmt: skip
+    drafts = 4 if shape.variant == "dspark" else 3
+    assert told["proposal_methods"][0]["speculative_tokens"] == drafts
+    assert config["sample_from_anchor"] is (shape.variant == "dspark")
+    # vLLM makes every layer causal, full ones too, unless this is true.
+    sights = [shape.sight(i) for i in range(2)]
+    assert [s.causal for s in sights] == [not config["sliding_window_non_causal"]] * 2
+    layers = config["transformer_layer_config"]
+    assert layers["dtype"] == config["dtype"] == "float32"
+    assert layers["rope_theta"] == layers["rope_parameters"]["rope_theta"] == 1e4
+    assert "dflash_config" not in config and "block_size" not in layers
+    assert config["dflashdist"]["target"]["name"] == tiny_target
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_it_cannot_say_is_refused(exported, name):
+    with pytest.raises(InputError, match="--format hf"):
+        exported(name)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_library_computes_the_same(exported, tiny_target, name):
+    pytest.importorskip(
+        "speculators", reason="the library speculators (0.9) is not installed: its numbers are "
+        "compared where it is (pip install --no-deps speculators loguru)"
+    )  # fmt: skip
+    from speculators import SpeculatorModel, SpeculatorModelConfig
+    from transformers import AutoModelForCausalLM
+
+    drafter, out = exported(name)
+    shape = drafter.shape
+    config = SpeculatorModelConfig.from_pretrained(out)
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = SpeculatorModel.from_pretrained(out, config=config, dtype=torch.float32).eval()
+    missing = drafter.state_dict().keys() - theirs.state_dict().keys()
+    assert not missing
+    target = AutoModelForCausalLM.from_pretrained(tiny_target)
+    embedding = target.get_input_embeddings().weight.detach()
+    assert torch.equal(theirs.lm_head.weight, target.lm_head.weight)
+    generator = torch.Generator().manual_seed(5)
+    length = 14
+    ids = torch.randint(3, 200, (1, length), generator=generator)
+    hidden = torch.randn(1, length, 64, generator=generator)
+    with torch.no_grad():
+        states, logits, *_, indices = theirs._backbone_forward(
+            hidden, ids, torch.ones_like(ids), hidden[..., :32], torch.zeros_like(ids),
+            max_anchors=6,
+        )  # fmt: skip
+    anchors = indices.view(1, -1, 4)[..., 0]
+    keep = torch.ones_like(anchors, dtype=torch.bool)
+    inputs = block_ids(ids, anchors, keep, block_size=4, mask_token_id=shape.mask_token_id)
+    with torch.no_grad():
+        ours = drafter(hidden, embedding[inputs], anchors, keep)
+    if shape.sliding_window:  # the library's window begins at the anchor for every slot
+        near = anchors[0] < shape.sliding_window - 3
+        assert near.any() and not near.all()
+        keep_rows = near.repeat_interleave(4)
+        ours, states, logits = ours[:, keep_rows], states[:, keep_rows], logits[:, keep_rows]
+    torch.testing.assert_close(ours, states, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours @ target.lm_head.weight.T, logits, atol=1e-5, rtol=1e-5)
+    _heads_are_the_same(drafter, theirs, ours.detach()[0], ids[0])
+
+
+def _heads_are_the_same(drafter, theirs, states, ids):
+    """The parts of a variant, on these states [M, H] and any tokens before."""
+    before = ids[torch.arange(len(states)) % len(ids)]
+    with torch.no_grad():
+        if drafter.markov_head is not None:
+            bias = theirs.markov_head.block_bias(
+                prev_token_ids=before[None], hidden_states=states[None]
+            )
+            torch.testing.assert_close(drafter.markov_head(before), bias[0], atol=1e-5, rtol=1e-5)
+            embedded = drafter.markov_head.markov_w1(before)
+            chance = theirs.confidence_head(torch.cat([states, embedded], -1))
+            ours = drafter.confidence_head(states, embedded)
+            torch.testing.assert_close(ours, chance, atol=1e-5, rtol=1e-5)
+        if drafter.candidate_selector is not None:
+            logits = states @ theirs.lm_head.weight.T
+            unary, top = logits.topk(3)
+            expected = theirs.candidate_selector.score_candidates(logits, states, before, top)
+            ours = drafter.candidate_selector(states, unary, top, before)
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
