@@ -1,4 +1,5 @@
-"""The command line: `dflashdist prepare | regenerate | plan | train | evaluate`.
+"""The command line: `dflashdist prepare | regenerate | plan | train | evaluate |
+export`.
 
 Errors that a user can mend are one line and exit code 2; a failed run is exit code 1.
 """
@@ -12,7 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import dflashdist
-from dflashdist.commands import run_evaluate, run_plan, run_prepare, run_regenerate, run_train
+from dflashdist.commands import (
+    run_evaluate,
+    run_export,
+    run_plan,
+    run_prepare,
+    run_regenerate,
+    run_train,
+)
 from dflashdist.config import InputError
 
 # All ranks refuse the same, and rank 0 says so; torchrun ends the others meanwhile. A rank that is
@@ -44,11 +52,21 @@ output only grows: a killed command goes on where it was. The key is read from O
   torchrun --standalone --nproc-per-node=8 -m dflashdist train CONF roles.num_targets=2
   python -m dflashdist train conf/demo.yaml roles.num_targets=null roles.num_drafters=null
                                     one process: layout colocated""",
-    "evaluate": """example:
-  dflashdist evaluate runs/demo/checkpoints/step_00000400 conf/demo.yaml evaluate.max_prompts=32
+    "evaluate": """examples:
+  dflashdist evaluate runs/demo/checkpoints/best conf/demo.yaml --figure acceptance.png
+  dflashdist evaluate DRAFTER conf/qwen3-8b.yaml evaluate.prompts=gsm8k.jsonl evaluate.task=gsm8k \\
+      evaluate.max_prompts=128 evaluate.max_new_tokens=2048 --json
 
-acceptance length: tokens emitted per target pass in greedy speculative decoding, the bonus token
-counted; 1 is plain decoding, the block size is the most.""",
+Acceptance length: tokens emitted per target pass of speculative decoding, the bonus token counted;
+1 is plain decoding, one more than the drafts of a pass the most. Pooled: all tokens over all
+passes; mean: the mean of the answers' own values; the prefill is no pass. [low, high]: 95 %
+bootstrap over prompts. Greedy output is held to that of plain decoding, always; with
+evaluate.temperature=1 drafts are taken by rejection sampling. Prompts: a file of conversations, a
+token store (its validation part), or builtin; tasks: gsm8k, math500, humaneval, mbpp, mtbench,
+alpaca, as published, from your own copies.""",
+    "export": """examples:
+  dflashdist export runs/demo/checkpoints/best drafter --target Qwen/Qwen3-8B --report report.json
+  dflashdist export runs/demo/checkpoints/step_00001000 drafter --ema --format speculators""",
 }
 
 
@@ -148,5 +166,19 @@ def parser() -> argparse.ArgumentParser:
         help="checkpoint or drafter folders, then perhaps a YAML file and overrides",
     )  # fmt: skip
     sub.set_defaults(overrides=[])
+    sub.add_argument("--figure", metavar="PNG", help="draw acceptance by position and by length")
     sub.add_argument("--json", action="store_true", help="print the report as JSON")
+    sub = command("export", "A checkpoint to a folder that serving engines load.", run_export)
+    sub.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's or drafter's folder")
+    sub.add_argument("out", metavar="OUT", help="the folder to write")
+    sub.set_defaults(overrides=[])
+    sub.add_argument(
+        "--format", choices=("hf", "speculators"), default="hf", help="hf: vLLM, SGLang, dflash"
+    )
+    sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    sub.add_argument("--ema", action="store_true", help="the average of the weights (optim.ema)")
+    sub.add_argument("--report", metavar="FILE", help="of `evaluate --json`, for the model card")
+    sub.add_argument("--target", help="the target's name [as training named it]")
+    sub.add_argument("--revision", help="of the target")
+    sub.add_argument("--overwrite", action="store_true", help="replace an export that is there")
     return top

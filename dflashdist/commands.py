@@ -11,6 +11,7 @@ import re
 import sys
 from typing import Any
 
+from dflashdist.checks import needs_last
 from dflashdist.config import Config, InputError, load_config, queue_depth
 
 OVERRIDE = re.compile(r"(seed|[a-z_]+\.[\w.]+)=")
@@ -164,11 +165,15 @@ def run_plan(options: argparse.Namespace) -> None:
 
 
 def message_shape(config: Config) -> tuple[int, int | None]:
-    """Tapped layers and the target's hidden size (None without target.path). Raises InputError."""
+    """States a token and the target's hidden size (None without target.path). Raises InputError.
+
+    States: of the tapped layers, and the last one where the objective needs it.
+    """
     ids = config.drafter.target_layer_ids
     features = config.drafter.num_features if ids is None else len(ids)
+    states = features + needs_last(config.loss, config.drafter)
     if not config.target.path:
-        return features, None
+        return states, None
     from dflashdist.model.shape import (
         check_layer_ids,
         check_supported,
@@ -183,7 +188,7 @@ def message_shape(config: Config) -> tuple[int, int | None]:
     check_supported(target)
     num_layers = target["num_hidden_layers"]
     check_layer_ids(default_layer_ids(num_layers, features) if ids is None else ids, num_layers)
-    return features, target["hidden_size"]
+    return states, target["hidden_size"]
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -201,31 +206,53 @@ def run_train(options: argparse.Namespace) -> None:
 
 
 def run_evaluate(options: argparse.Namespace) -> None:
-    overrides = [item for item in options.checkpoints if "=" in item] + options.overrides
-    plain = [item for item in options.checkpoints if "=" not in item]
-    recipes = [item for item in plain if item.endswith((".yaml", ".yml"))]
-    checkpoints = [item for item in plain if item not in recipes]
-    if len(recipes) > 1 or not checkpoints:
-        raise InputError("name at least one checkpoint folder, and at most one YAML file")
-    config = load_config(recipes[0] if recipes else None, overrides)
+    config, checkpoints = sort_out(options.checkpoints, options.overrides)
+    if not checkpoints:
+        raise InputError("name at least one checkpoint folder")
     if not config.target.path:
         raise InputError("target.path is not set: name the model that the drafter was trained for")
     if not config.evaluate.prompts:
-        raise InputError("evaluate.prompts is not set: name a JSONL file with `messages`")
-    from dflashdist.eval.acceptance import evaluate_drafters, format_report
+        raise InputError(
+            "evaluate.prompts is not set: name a file of conversations or a token store, or builtin"
+        )
+    from dflashdist.eval.acceptance import OutputsDiffer, evaluate_drafters
+    from dflashdist.eval.prompts import chat_of
+    from dflashdist.eval.report import format_report
 
-    reports = evaluate_drafters(
-        checkpoints,
-        config.target.path,
-        config.evaluate.prompts,
-        config.evaluate,
-        device=config.train.device,
-        revision=config.target.revision,
-    )
+    try:
+        reports = evaluate_drafters(
+            checkpoints,
+            config.target.path,
+            config.evaluate.prompts,
+            config.evaluate,
+            device=config.train.device,
+            revision=config.target.revision,
+            chat=chat_of(checkpoints[0], config.target.path, config.target.revision, config.data),
+        )
+    except OutputsDiffer as error:
+        print(f"dflashdist evaluate: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    if options.figure:
+        from dflashdist.eval.figure import draw_figure
+
+        draw_figure(reports, options.figure)
     if options.json:
         print(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1))
     else:
         print("\n\n".join(map(format_report, reports)))
+
+
+def run_export(options: argparse.Namespace) -> None:
+    if options.overrides:
+        raise InputError(f"{options.overrides[0]}: export takes no overrides")
+    from dflashdist.export.folder import export_drafter
+
+    place = export_drafter(
+        options.checkpoint, options.out, format=options.format, dtype=options.dtype,
+        ema=options.ema, report=options.report, target=options.target,
+        revision=options.revision, overwrite=options.overwrite,
+    )  # fmt: skip
+    print(f"{place}: config.json, model.safetensors, README.md")
 
 
 def leave(code: int) -> None:

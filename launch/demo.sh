@@ -31,7 +31,7 @@ fi
 echo "==> preparing the token store $run/store"
 rm -rf "$run/checkpoints" "$run/tb" "$run/logs" # a demo starts anew
 dflashdist prepare "$conversations/train.jsonl.gz" --target "$target" --out "$run/store" \
-    --overwrite data.max_length=512
+    --overwrite data.max_length=512 data.validation=0.03
 echo "==> the plan"
 dflashdist plan conf/demo.yaml "data.store=$run/store" "$@"
 echo "==> training: 2 target ranks and 2 drafter ranks"

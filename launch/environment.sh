@@ -48,8 +48,10 @@ PY
         "${pip[@]}" "$(grep '^torch==' "$constraints")"
     fi
     "${pip[@]}" -c "$constraints" -e "$ROOT${EXTRA:+[$EXTRA]}"
-    if [ "$EXTRA" = dev ]; then # a parity oracle, and models' own chat templates: only files are used
-        "${pip[@]}" --no-deps dflash==0.1.0 trl==1.16.0
+    if [ "$EXTRA" = dev ]; then # parity oracles, whose pins name other versions than they need, and
+        # models' own chat templates, of which only the files are used
+        "${pip[@]}" --no-deps dflash==0.1.0 trl==1.16.0 speculators==0.9.0 hs-connectors==0.9.0 \
+            loguru==0.7.3 pydantic-settings==2.16.3
     fi
     touch "$VIRTUAL_ENV/.dflashdist-$stamp${EXTRA:+-$EXTRA}"
 }

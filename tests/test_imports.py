@@ -10,18 +10,20 @@ import dflashdist
 PACKAGE = Path(dflashdist.__file__).parent
 # What each part may import of the package beside itself.
 ALLOWED = {
-    "config": set(),
+    "config": {"checks"},
+    "checks": {"config"},
     "schedule": {"config"},
     "data": {"config", "schedule"},
     "regenerate": {"config", "data"},
-    "model": {"config"},
+    "model": {"config", "checks"},
     "cluster": {"config"},
-    "train": {"config", "schedule", "data", "model", "cluster"},
+    "train": {"config", "checks", "schedule", "data", "model", "cluster"},
     "eval": {"config", "schedule", "data", "model", "regenerate"},
     "demo": {"config", "data", "model", "eval"},
     "cli": {"config", "commands"},
     "commands": {
         "config",
+        "checks",
         "schedule",
         "data",
         "model",
@@ -31,12 +33,14 @@ ALLOWED = {
         "export",
         "regenerate",
     },
+    "export": {"config", "checks", "data", "model"},
     "__main__": {"cli"},
     "__init__": set(),
 }
 # What no module of a part may import, however deep in a function.
 FORBIDDEN = {
     "config": {"torch", "transformers"},
+    "checks": {"torch", "transformers"},
     "schedule": {"torch", "transformers"},
     "data": {"torch.distributed"},
     "model": {"torch.distributed"},
