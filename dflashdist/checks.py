@@ -71,12 +71,10 @@ def validate(config: Config) -> None:
     _validate_drafter(config.drafter)
     _validate_loss(config.loss)
     if config.optim.ema is not None and not 0 <= config.optim.ema < 1:
-        raise InputError(f"optim.ema={config.optim.ema}: a decay from 0 to below 1")
+        raise InputError(f"optim.ema={config.optim.ema}: a decay from 0 to below 1, such as 0.999")
     if not 0 <= config.optim.muon_momentum < 1:
         raise InputError(f"optim.muon_momentum={config.optim.muon_momentum}: from 0 to below 1")
     for gate in config.gates:
-        if gate.below is None and gate.above is None and gate.not_below is None:
-            raise InputError(f"gates: the one on {gate.metric} needs below, above or not_below")
         if gate.step < 0:
             raise InputError(f"gates: the one on {gate.metric} has step={gate.step}: from 0 on")
     if len(config.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.betas):

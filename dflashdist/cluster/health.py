@@ -190,6 +190,15 @@ class Health:
         """End the job in good order: nothing more will be consumed."""
         self._set_halt(Halt("done", self.member.rank, text))
 
+    def wait_end(self) -> None:
+        """Return when the job has ended in good order. Raises Halted when it was aborted, so that
+        a rank whose own work was long done does not leave as if all were well."""
+        self.phase("wait for the end")
+        while not self.halted.wait(1.0):
+            pass
+        if self.halt and self.halt.kind == "abort":
+            raise Halted(self.halt.text)
+
     def close(self) -> None:
         """Stop watching; this rank leaves in good order."""
         self._closing.set()

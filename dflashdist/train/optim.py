@@ -121,9 +121,7 @@ class WeightAverage:
     """
 
     def __init__(self, drafter: Drafter, decay: float) -> None:
-        """The average of `drafter`, and at first its copy. Raises InputError for no decay."""
-        if not 0 <= decay < 1:
-            raise InputError(f"optim.ema={decay}: a decay from 0 to below 1, such as 0.999")
+        """The average of `drafter`, and at first its copy."""
         self._of, self._decay = drafter, decay
         self.drafter = copy.deepcopy(drafter).requires_grad_(False)
 

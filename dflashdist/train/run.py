@@ -85,6 +85,7 @@ def work(blueprint: Blueprint, world: World) -> None:
         from dflashdist.train.target_rank import run_target_rank
 
         run_target_rank(blueprint, world, trace)
+    world.health.wait_end()
 
 
 def announce(blueprint: Blueprint, world: World) -> None:

@@ -1,6 +1,7 @@
 """A target rank, put together: load the frozen model, serve micro-batches, leave."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def run_target_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
         checksum=config.pipeline.checksum,
         delay=delay,
     )
-    try:
+    with suppress(Halted):  # the end, or an abort: who waits for the end tells them apart
         run_target(
             work,
             health,
@@ -71,7 +72,3 @@ def run_target_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
             prefetch=config.pipeline.prefetch,
             delay=delay,
         )
-    except Halted:
-        if health.halt is None or health.halt.kind == "abort":
-            raise
-    health.phase("wait for the end")

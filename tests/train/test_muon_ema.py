@@ -11,7 +11,7 @@ from ranks import Ranks, train_overrides
 from run_folder import assert_same_bits, scalars, weights
 from safetensors.torch import load_file
 
-from dflashdist.config import CheckpointConfig, InputError, OptimConfig
+from dflashdist.config import CheckpointConfig, InputError, OptimConfig, load_config
 from dflashdist.model.drafter import Drafter, load_drafter
 from dflashdist.model.shape import DrafterShape
 from dflashdist.train.checkpoint import Checkpoints, load_training
@@ -130,7 +130,7 @@ def test_the_average_by_hand():
 @pytest.mark.parametrize("decay", [-0.1, 1.0, 2.0])
 def test_no_decay(decay):
     with pytest.raises(InputError, match=rf"optim\.ema={decay}: a decay from 0 to below 1"):
-        WeightAverage(make_drafter(), decay)
+        load_config(None, [f"optim.ema={decay}"])
 
 
 # ---- saved and restored
