@@ -290,6 +290,16 @@ def dump_config(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def changed_settings(before: str, config: Config) -> list[str]:
+    """`key: before -> now` of each key whose value differs from that in a saved `dump_config`."""
+    saved, changed = OmegaConf.create(before), []
+    for key in known_keys():
+        old, new = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)
+        if old != new:
+            changed.append(f"{key}: {old} -> {new}")
+    return changed
+
+
 def _merge(tree: Any, layer: Any, origin: str) -> Any:
     try:
         return OmegaConf.merge(tree, layer)

@@ -5,6 +5,7 @@ import pytest
 from dflashdist.config import (
     Config,
     InputError,
+    changed_settings,
     dump_config,
     known_keys,
     load_config,
@@ -89,3 +90,14 @@ def test_queue_depth():
     assert [queue_depth(pipeline, *sizes) for sizes in ((1, 1), (5, 1), (28, 4))] == [12, 12, 64]
     pipeline.hidden_state_queue_depth = "5"
     assert queue_depth(pipeline, 28, 4) == 5
+
+
+def test_changed_settings():
+    before = load_config(None, ["optim.lr=1e-3", "loss.terms.kl=0.5", "drafter.num_layers=2"])
+    now = load_config(None, ["optim.lr=2e-3", "drafter.num_layers=2", "data.store=a b"])
+    assert changed_settings(dump_config(before), before) == []
+    assert changed_settings(dump_config(before), now) == [
+        "data.store: None -> a b",
+        "loss.terms: {'ce': 1.0, 'kl': 0.5} -> {'ce': 1.0}",
+        "optim.lr: 0.001 -> 0.002",
+    ]

@@ -6,6 +6,7 @@ facts; no weight of any model, and no other rank.
 
 import platform
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dflashdist.checks import needs_last
 from dflashdist.cluster.roles import Roles, assign_roles
 from dflashdist.cluster.transport import MessageSpec
 from dflashdist.cluster.world import Place
-from dflashdist.config import Config, InputError, dump_config, queue_depth
+from dflashdist.config import Config, InputError, LossConfig, dump_config, queue_depth
 from dflashdist.data.shards import TokenStore
 from dflashdist.model.drafting import num_drafts
 from dflashdist.model.frozen import target_fingerprint
@@ -136,6 +137,7 @@ class Blueprint:
             "target_dtype": self.config.target.dtype,
             "seed": self.config.seed,
             "optimizer": self.config.optim.kind,
+            "objective": objective(self.config.loss),
         }
 
     def _rendering(self) -> dict[str, Any] | None:
@@ -182,6 +184,12 @@ class Blueprint:
     @property
     def first_seq(self) -> int:
         return self.first_step * self.steps.window
+
+
+def objective(loss: LossConfig) -> dict[str, Any]:
+    """What is minimised: the loss section without what only says how it is computed."""
+    terms = {name: weight for name, weight in sorted(loss.terms.items()) if weight > 0}
+    return {k: v for k, v in asdict(loss).items() if k != "chunk_size"} | {"terms": terms}
 
 
 def target_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -39,7 +39,10 @@ SAME = {  # what must not change between a checkpoint and its continuation, and 
     "target": "point target.path at the model that it was trained for",
     "target_dtype": "restore target.dtype",
 }
-OPTIMIZER = "adamw"  # of checkpoints that do not say
+LATER = {  # the same, where older checkpoints do not say
+    "optimizer": "restore optim.kind",
+    "objective": "restore the loss section",
+}
 NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -171,18 +174,19 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_facts(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
-    """Refuse to continue with another plan, data, window or drafter. Raises InputError."""
+    """Refuse to continue what would not be the same run: another plan, data, window, drafter,
+    optimizer or objective. Raises InputError."""
     if saved["store_fingerprint"] == now["store_fingerprint"]:
         _check_plan(saved, now, checkpoint)  # names what differs; another store has another plan
     for name, fix in SAME.items():
         if saved[name] != now[name]:
             raise InputError(f"{checkpoint}: {name} was {saved[name]} and is {now[name]}; {fix}")
-    before = saved.get("optimizer", OPTIMIZER)
-    if before != now["optimizer"]:
-        raise InputError(
-            f"{checkpoint}: optimizer was {before} and is {now['optimizer']}; restore optim.kind, "
-            "or start anew from these weights with drafter.init_from in another run.dir"
-        )
+    for name, fix in LATER.items():
+        if name in saved and saved[name] != now[name]:
+            raise InputError(
+                f"{checkpoint}: {name} was {saved[name]} and is {now[name]}; {fix}, or start anew "
+                "from these weights with drafter.init_from in another run.dir"
+            )
 
 
 def _check_plan(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:

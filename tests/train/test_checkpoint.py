@@ -191,6 +191,9 @@ def test_resume_auto_none_and_a_path(trained, overrides, tmp_path):
         ("seed=1", "seed 0 -> 1"),
         ("train.accumulation_steps=8", "window was 4 and is 8; keep drafters x"),
         ("drafter.num_layers=2", "drafter was "),
+        ("loss.weights=uniform", "'weights': 'decay'"),
+        ("loss.terms.kl=0.5", "restore the loss section, or start anew from these weights"),
+        ("optim.kind=muon", "optimizer was adamw and is muon; restore optim.kind"),
         ("drafter.target_layer_ids=[2,1]", "drafter was "),
     ],
 )
@@ -200,6 +203,12 @@ def test_what_differs_is_named(trained, overrides, change, named):
         blueprint(overrides, change)
     assert named in str(error.value)
     assert "step_00000005" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_changes_no_result_goes_on(trained, overrides):
+    """The objective is what it means, not how it is spelled or computed."""
+    trained.save(5)
+    assert blueprint(overrides, "loss.chunk_size=7", "loss.terms.kl=0.0").first_step == 5
 
 
 def test_another_store_is_refused(trained, overrides, tmp_path):
