@@ -1,4 +1,5 @@
-"""The drafter's variants, as changes to a small shape, and drafters of them with random weights."""
+"""The drafter's variants, as changes to a small shape, drafters of them with random weights, and a
+target of so few words that such a drafter is right now and then."""
 
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import torch
 from dflashdist.model.drafter import Drafter
 from dflashdist.model.shape import FULL, SLIDING, DrafterShape
 
+WORDS = 8
 WINDOW = 6
 SLIDES = {"layer_types": (SLIDING, SLIDING), "sliding_window": WINDOW}
 CONVOLVED = {"variant": "dflash2", "conv_kernel_size": 2, "conv_group_size": 8}
@@ -36,3 +38,17 @@ def variant_drafter(shape: DrafterShape, name: str, seed: int = 1) -> Drafter:
             for parameter in part.parameters():
                 parameter.normal_(0.0, 0.5, generator=generator)
     return drafter
+
+
+def target_of_few_words():
+    """A random Qwen3 of 4 layers with `WORDS` words; 0 ends an answer and pads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(4)
+    config = Qwen3Config(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+        initializer_range=0.2, tie_word_embeddings=False, eos_token_id=0, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()

@@ -142,12 +142,12 @@ class ChatTokenizer:
         as they are. Raises RowError with the reason.
         """
         if isinstance(row, PlainText):
-            return Turns([self._text_row(row.text)], 0, 0)
+            return Turns([self._text_row(row.text)], 0)
         if isinstance(row, TokenRow):
             if row.ids and not 0 <= min(row.ids) <= max(row.ids) < self.length:
                 raise RowError(UNKNOWN_IDS)
             ids, mask = np.array(row.ids, dtype=np.int32), np.array(row.loss_mask, dtype=np.uint8)
-            return Turns([TrainingRow(ids, mask, ())], 0, 0)
+            return Turns([TrainingRow(ids, mask, ())], 0)
         return self._conversation_rows(row, turns)
 
     def check(self, row: TrainingRow, origin: str) -> None:
@@ -211,7 +211,7 @@ class ChatTokenizer:
         if turns == "auto" and len(rows) > 1:
             answers = answers[-1:]
             rows = assemble(answers, self._pieces, self.end_ids)
-        return Turns(rows, len(at), len(at) - len(answers))
+        return Turns(rows, len(at))
 
     def _text_row(self, text: str) -> TrainingRow:
         """Plain text as a completion endpoint reads it: a BOS, if the tokenizer has one, once."""

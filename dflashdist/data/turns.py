@@ -51,11 +51,11 @@ class TrainingRow:
 
 @dataclass(frozen=True)
 class Turns:
-    """The training rows of one conversation, and what of it they leave out."""
+    """The training rows of one conversation. They may leave out answers: by `turns`, by weight 0,
+    or untagged ones."""
 
     rows: list[TrainingRow]  # at least one
     answers: int  # assistant turns of the conversation; 0 for plain text and token rows
-    unsupervised: int  # of them, those without supervision: by `turns`, weight 0, or untagged
 
 
 @dataclass(frozen=True)

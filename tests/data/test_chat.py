@@ -95,7 +95,7 @@ def test_plain_text_is_supervised_but_for_what_the_tokenizer_adds(tmp_path):
     chat = ChatTokenizer.load(folder)
     for text in ("  walk the tree", "<|begin_of_text|>  walk the tree"):
         made = chat.training_rows(PlainText("here", text))
-        assert (made.answers, made.unsupervised) == (0, 0)
+        assert made.answers == 0
         assert made.rows[0].ids.tolist()[:1] == [bos] != made.rows[0].ids.tolist()[1:2]
         assert made.rows[0].loss_mask.tolist() == [0] + [1] * (len(made.rows[0].ids) - 1)
         chat.check(made.rows[0], "here")

@@ -51,7 +51,7 @@ def test_choices_of_turns(tmp_path):
     for turns, chat in (("last", keeps), ("last", rewrites), ("auto", rewrites)):
         assert supervised(chat, MORE, turns)[0][0].endswith("No.<|im_end|>")
         made = chat.training_rows(Conversation("here", MORE), turns)
-        assert (len(made.rows), made.answers, made.unsupervised) == (1, 2, 1)
+        assert (len(made.rows), made.answers, len(made.rows[0].answers)) == (1, 2, 1)
 
 
 def test_answers_of_weight_0_are_read_and_not_supervised(tmp_path):
@@ -59,7 +59,7 @@ def test_answers_of_weight_0_are_read_and_not_supervised(tmp_path):
     unweighted = SAID | {"supervised": False}
     made = chat.training_rows(Conversation("here", [ASKED, unweighted, *MORE[2:]]))
     assert made.rows[0].answers == ("No.<|im_end|>",)
-    assert (made.answers, made.unsupervised) == (2, 1)
+    assert made.answers == 2
     assert made.rows[0].ids.tolist() == chat.encode([chat.render(MORE)[:-1]])[0].ids
     assert supervised(chat, [*MORE[:3], MORE[3] | {"supervised": False}], "last") == [
         ["So.<|im_end|>"]
@@ -107,7 +107,7 @@ def test_untagged_turns_are_not_supervised(tmp_path):
     )
     chat = chat_of(tmp_path, HEAD + TAGGED.replace("BODY", body) + TAIL)
     made = chat.training_rows(Conversation("here", MORE))
-    assert (made.rows[0].answers, made.unsupervised) == (("No.<|im_end|>",), 1)
+    assert (made.rows[0].answers, made.answers) == (("No.<|im_end|>",), 2)
     with pytest.raises(RowError, match=UNTAGGED):
         chat.training_rows(Conversation("here", MORE[:2]))
 

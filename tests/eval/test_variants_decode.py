@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from variants import CHANGES, variant_drafter
+from variants import CHANGES, WORDS, target_of_few_words, variant_drafter
 
 from dflashdist.config import DrafterConfig
 from dflashdist.eval.decode import CachedTarget, Rule, decode_plain, decode_speculative
@@ -12,21 +12,12 @@ from dflashdist.model.loss import DrafterBatch
 from dflashdist.model.shape import DrafterShape
 from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 
-WORDS = 8  # so few that a drafter of random weights is right now and then
 PROMPTS = [[first % 7, 3, 5, first % 3, 2, 6, 1][: 3 + first % 5] for first in range(24)]
 
 
 @pytest.fixture(scope="module")
 def target():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(4)
-    config = Qwen3Config(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-        initializer_range=0.2, tie_word_embeddings=False, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    return CachedTarget(Qwen3ForCausalLM(config).eval(), (0, 2))
+    return CachedTarget(target_of_few_words(), (0, 2))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
-from variants import CHANGES, variant_drafter
+from variants import CHANGES, WORDS, target_of_few_words, variant_drafter
 
 from dflashdist.config import DrafterConfig
 from dflashdist.eval.decode import CachedTarget, Rule, decode_speculative
@@ -20,22 +20,12 @@ from dflashdist.model.drafter import load_drafter, save_drafter
 from dflashdist.model.drafting import num_drafts
 from dflashdist.model.shape import FULL, SLIDING, DrafterShape
 
-WORDS = 8  # so few that a drafter of random weights is right now and then
 PACKAGE = [name for name in CHANGES if name != "dspark"]  # the variants that dflash 0.1 has
 
 
 @pytest.fixture(scope="module")
 def model():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(4)
-    config = Qwen3Config(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-        initializer_range=0.2, tie_word_embeddings=False, eos_token_id=0, pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
+    return target_of_few_words()
 
 
 @pytest.fixture
