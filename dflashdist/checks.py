@@ -47,7 +47,7 @@ def validate(config: Config) -> None:
         "data.turns": ("all", "last", AUTO),
         "roles.layout": (AUTO, "split", "colocated"),
         "target.dtype": (AUTO, "float32", "bfloat16", "float16"),
-        "drafter.init": ("fan_in", "published", "target_layers"),
+        "drafter.init": ("fan_in", "random", "published", "target_layers"),
         "drafter.variant": ("dflash", "dflash2", "dspark"),
         "loss.weights": ("decay", "uniform", "dpace"),
         "optim.kind": ("adamw", "muon"),
@@ -70,21 +70,33 @@ def validate(config: Config) -> None:
     _validate_data(config.data)
     _validate_drafter(config.drafter)
     _validate_loss(config.loss)
+    if config.loss.variable_prefix is not None and config.drafter.block_size < 3:
+        raise InputError(
+            f"loss.variable_prefix: blocks of {config.drafter.block_size} have no room for one"
+        )
     if config.optim.ema is not None and not 0 <= config.optim.ema < 1:
         raise InputError(f"optim.ema={config.optim.ema}: a decay from 0 to below 1, such as 0.999")
     if not 0 <= config.optim.muon_momentum < 1:
         raise InputError(f"optim.muon_momentum={config.optim.muon_momentum}: from 0 to below 1")
     for gate in config.gates:
+        bounds = (gate.below, gate.above, gate.not_below)
+        if not all(math.isfinite(bound) for bound in bounds if bound is not None):
+            raise InputError(f"gates: the one on {gate.metric} has a bound that is not finite")
+        if gate.not_below is not None and gate.step == 0:
+            raise InputError(
+                f"gates: the one on {gate.metric} has not_below={gate.not_below}, which holds "
+                "before `step`: name the step"
+            )
         if gate.step < 0:
             raise InputError(f"gates: the one on {gate.metric} has step={gate.step}: from 0 on")
     if len(config.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.optim.betas):
         raise InputError(f"optim.betas={config.optim.betas}: two numbers from 0 to below 1")
     for key in (
         "optim.weight_decay", "pipeline.delay_ms", "evaluate.temperature", "loss.selector",
-        "loss.confidence",
+        "loss.confidence", "evaluate.seed",
     ):  # fmt: skip
-        if value_of(config, key) < 0:
-            raise InputError(f"{key}={value_of(config, key)}: must not be negative")
+        if not 0 <= value_of(config, key) < math.inf:
+            raise InputError(f"{key}={value_of(config, key)}: must not be negative, and finite")
     edges = config.schedule.bucket_edges
     if edges is not None and (not edges or sorted(set(edges)) != list(edges) or edges[0] < 1):
         raise InputError(f"schedule.bucket_edges={edges}: must ascend from at least 1")
@@ -132,6 +144,13 @@ def _validate_drafter(drafter: DrafterConfig) -> None:
             raise InputError(
                 f"drafter.target_layer_ids={ids}: ids are 0-based layers; {min(ids)} is none"
             )
+    if drafter.init_from and drafter.init == "target_layers":
+        raise InputError("drafter.init=target_layers and drafter.init_from are both set: give one")
+    if drafter.variant == "dflash2" and drafter.conv_kernel_size > drafter.block_size:
+        raise InputError(
+            f"drafter.conv_kernel_size={drafter.conv_kernel_size}: more than a block "
+            f"({drafter.block_size})"
+        )
     types, window = drafter.layer_types, drafter.sliding_window
     if types is not None:
         if len(types) != drafter.num_layers or set(types) - {FULL, SLIDING}:
@@ -151,8 +170,14 @@ def _validate_loss(loss: LossConfig) -> None:
     unknown = sorted(set(loss.terms) - set(TERMS))
     if unknown:
         raise InputError(f"loss.terms.{unknown[0]}: the terms are {', '.join(TERMS)}")
-    if not loss.terms or min(loss.terms.values()) < 0 or max(loss.terms.values()) <= 0:
+    if not all(0 <= share < math.inf for share in loss.terms.values()) or not any(
+        loss.terms.values()
+    ):
         raise InputError(f"loss.terms={loss.terms}: coefficients of 0 or more, one of them above 0")
+    if loss.gamma is not None and loss.weights == "uniform":
+        raise InputError(
+            f"loss.gamma={loss.gamma}: of no effect with loss.weights=uniform; null it"
+        )
     if not 0 <= loss.dpace_alpha <= 1:
         raise InputError(f"loss.dpace_alpha={loss.dpace_alpha}: a number from 0 to 1")
     if loss.variable_prefix is not None and not 0 < loss.variable_prefix <= 1:

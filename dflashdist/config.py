@@ -115,12 +115,17 @@ class DrafterConfig:
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    init: str = "fan_in"  # std 1/sqrt(fan_in) | published: std 0.02 | target_layers
+    # fan_in (or random): std 1/sqrt(fan_in) | published: std 0.02, as the public trainers |
+    # target_layers: copies of the target's last layers (our own; see the study in README)
+    init: str = "fan_in"
     init_from: str | None = None  # a checkpoint or a published drafter's folder to fine-tune
-    variant: str = "dflash"  # dflash | dflash2: convolutions and selector | dspark: Markov head
+    # dflash | dflash2: convolutions and selector (August 2026) | dspark: Markov head (2607.05147)
+    variant: str = "dflash"
     layer_types: list[str] | None = None  # full_attention | sliding_attention, each layer
     sliding_window: int | None = None  # tokens; layer_types null: all but the last slide
-    causal: bool = False  # slots of a block see no later slot (JetSpec)
+    # Whether slots of a block see no later slot, in all layers (JetSpec, 2606.18394) or in none;
+    # null: in the sliding ones, as published, and for dflash2 in none.
+    causal: bool | None = None
     conv_kernel_size: int = 2  # dflash2
     conv_group_size: int = 16  # dflash2
     selector_rank: int = 256  # dflash2
@@ -133,16 +138,19 @@ class DrafterConfig:
 class LossConfig:
     """The training objective: DFlash, section 4.2, and what followed it."""
 
-    # Name: coefficient. ce: the data's tokens; the others against the target's distribution: hard
-    # (its arg max), kl, reverse_kl, tv (half the L1 distance).
+    # Name: coefficient; what is named is all there is. ce: the data's tokens (the paper's). Against
+    # the target's distribution: hard (its arg max), kl (JetSpec, 2606.18394), reverse_kl, tv (half
+    # the L1 distance; LK, 2602.23881; DSpark's is {ce: 0.1, tv: 1.8}).
     terms: dict[str, float] = field(default_factory=lambda: {"ce": 1.0})
-    weights: str = "decay"  # decay: exp(-(k-1)/gamma) | uniform | dpace: 2605.18810
-    gamma: float | None = None  # null = by block size: 16: 7, 10: 5, 8: 4, else 0.45 x block size
+    # decay: exp(-(k-1)/gamma), the paper's | uniform: its ablation | dpace: 2605.18810
+    weights: str = "decay"
+    # null = by n, block_size (for dspark one more): 16: 7, 10: 5, 8: 4 (DFlash, A.1), else 0.45 x n
+    gamma: float | None = None
     dpace_alpha: float = 0.5
-    contiguous_only: bool = True  # nothing after an unsupervised gap of a block counts
-    variable_prefix: float | None = None  # D2SD: real tokens first, how many ~ base^l (0.9)
-    selector: float = 1.0  # dflash2: coefficient of the selector's cross-entropy
-    confidence: float = 1.0  # dspark: coefficient of the confidence head's loss
+    contiguous_only: bool = True  # nothing after an unsupervised gap of a block counts (DSpark)
+    variable_prefix: float | None = None  # 2606.04446: real tokens first, how many ~ base^l (0.9)
+    selector: float = 1.0  # dflash2: coefficient of the selector's cross-entropy (NeMo AutoModel)
+    confidence: float = 1.0  # dspark: coefficient of the confidence head's loss (2607.05147)
     chunk_size: int = 1024  # supervised slots whose logits exist at once
 
 
@@ -200,7 +208,7 @@ class EvaluateConfig:
     prompts: str | None = None  # a file of conversations, a token store, or builtin
     task: str | None = None  # how rows of `prompts` are read: gsm8k, humaneval, ...
     max_prompts: int = 64
-    max_new_tokens: int = 256
+    max_new_tokens: int = 256  # of an answer, here and there; what follows does not count
     temperature: float = 0.0  # 0 = greedy
     batch_size: int = 1
     seed: int = 0  # of sampling and of the bootstrap
@@ -210,7 +218,7 @@ class EvaluateConfig:
 class GateConfig:
     """A bound on what a healthy run shows; leaving it warns, or stops the run."""
 
-    metric: str = "loss"  # any name in tensorboard
+    metric: str = "loss"  # what all drafters know, by its name in tensorboard
     below: float | None = None  # by step `step` at the latest, and from then on
     above: float | None = None
     not_below: float | None = None  # before step `step`: too good too early is a leak
@@ -258,7 +266,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         if not Path(path).is_file():
             raise InputError(f"{path}: no such configuration file")
         try:
-            tree = _merge(tree, OmegaConf.load(path), str(path))
+            tree = _merge(tree, OmegaConf.load(path), str(path), whole=True)
         except InputError:
             raise
         except Exception as error:  # a YAML error of any kind: the parser's own line and column
@@ -273,7 +281,7 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
             layer = OmegaConf.from_dotlist([item])
         except Exception as error:  # of the YAML in the value
             raise InputError(f"{item}: not key=value: {' '.join(str(error).split())}") from error
-        tree = _merge(tree, layer, item)
+        tree = _merge(tree, layer, item, whole=not key.startswith("loss.terms."))
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
@@ -292,16 +300,20 @@ def dump_config(config: Config) -> str:
 
 def changed_settings(before: str, config: Config) -> list[str]:
     """`key: before -> now` of each key whose value differs from that in a saved `dump_config`."""
-    saved, changed = OmegaConf.create(before), []
+    saved, now, changed = OmegaConf.create(before), OmegaConf.structured(config), []
     for key in known_keys():
-        old, new = OmegaConf.select(saved, key), OmegaConf.select(OmegaConf.structured(config), key)
+        old, new = OmegaConf.select(saved, key), OmegaConf.select(now, key)
         if old != new:
             changed.append(f"{key}: {old} -> {new}")
     return changed
 
 
-def _merge(tree: Any, layer: Any, origin: str) -> Any:
+def _merge(tree: Any, layer: Any, origin: str, whole: bool) -> Any:
+    """`layer` over `tree`. `whole`: the terms of the loss that it names are all there are."""
     try:
+        if whole and OmegaConf.is_dict(layer) and OmegaConf.select(layer, "loss.terms") is not None:
+            tree = OmegaConf.merge(tree)  # a copy
+            tree.loss.terms = {}
         return OmegaConf.merge(tree, layer)
     except ConfigKeyError as error:
         key = str(error.full_key or error.key)

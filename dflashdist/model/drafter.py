@@ -10,6 +10,7 @@ Legend: B rows, S context positions, N blocks a row, Q = N * block_size slots, H
 K tapped layers, D head dimension. The layers are in `layers`.
 """
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from dflashdist.model.heads import CandidateSelector, ConfidenceHead, MarkovHead
 from dflashdist.model.layers import Layer, RMSNorm, Rope
 from dflashdist.model.shape import DrafterShape
 
+AVERAGE = "ema"  # the averaged weights' folder in a checkpoint
 KeyValues = list[tuple[Tensor, Tensor]]  # a layer each: keys and values [B, kv_heads, S, D]
 VariantPart = GroupedDynamicConv | CandidateSelector | MarkovHead | ConfidenceHead
 
@@ -212,6 +214,16 @@ def read_shape(file: Path) -> DrafterShape:
         raise InputError(f"{file.parent}: cannot be read ({error})") from error
 
 
+def exact_weights(folder: Path) -> Path:
+    """The file of a drafter's weights: the float32 ones of a checkpoint or of the average in it
+    (ema/), else those that are served."""
+    if folder.name == AVERAGE:
+        exact = folder.parent / "trainer/ema.safetensors"
+    else:
+        exact = folder / "trainer/weights.safetensors"
+    return exact if exact.is_file() else folder / "model.safetensors"
+
+
 def read_weights(file: Path, drafter: Drafter, optional: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """The tensors of a safetensors file, which must be the drafter's, on the CPU.
 
@@ -245,3 +257,17 @@ def read_weights(file: Path, drafter: Drafter, optional: tuple[str, ...] = ()) -
     if told:
         raise InputError(f"{file} does not fit its config.json; {'; '.join(told)}")
     return tensors
+
+
+def weights_digest(drafter: Drafter, through: torch.dtype = torch.float32) -> str:
+    """Hex, of all names, shapes and values, these as bfloat16: what a measurement was made of.
+
+    The float32 and the bfloat16 folder of one drafter have the same digest; a float16 folder has
+    the one that its drafter has `through` float16, which is rounded to first.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(drafter.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        rounded = tensor.detach().cpu().to(through).to(torch.bfloat16)
+        digest.update(rounded.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]

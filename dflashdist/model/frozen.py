@@ -30,6 +30,8 @@ _NORM = (
     "language_model.model.norm.weight",
     "norm.weight",
 )
+# Kinds of targets whose norms multiply by 1 + weight.
+_ONE_MORE = ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Frozen:
 
     embedding: Tensor  # [V, H]
     head: Tensor  # [V, H]
-    final_norm: Tensor  # [H]
+    final_norm: Tensor  # [H], what the last norm multiplies by
 
     @classmethod
     def load(
@@ -70,6 +72,8 @@ class Frozen:
         if embedding is None or norm is None:
             wanted = EMBEDDING if embedding is None else _NORM
             raise InputError(f"{path}: no tensor named {' or '.join(wanted)}: unsupported target")
+        if config.get("model_type") in _ONE_MORE:
+            norm = norm + 1
         # A file without a head means tied, whatever a config that leaves the key out defaults to.
         head = None if _text(config).get("tie_word_embeddings") else read(_HEAD)
         return cls(embedding, embedding if head is None else head, norm)

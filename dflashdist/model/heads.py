@@ -112,22 +112,26 @@ def selector_loss(
         previous, labels: int64 [M]; weights: float32 [M].
 
     Returns:
-        float32 scalars: the sum of weight x cross-entropy, connected to every parameter of the
-        selector also where M is 0, and how many slots counted.
+        float32 scalar, the sum of weight x cross-entropy, connected to every parameter of the
+        selector also where M is 0; and bool [M], whether the selector's choice is the label.
     """
 
-    def part_sum(states: Tensor, *rest: Tensor) -> Tensor:
+    def part_of(states: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         top, before, label, weight = rest
         unary = torch.einsum("mh,mkh->mk", states.to(head.dtype), F.embedding(top, head))
-        log_probs = selector(states, unary, top, before).log_softmax(-1)
-        return -((top == label[:, None]) * log_probs).sum(-1) @ weight
+        scores = selector(states, unary, top, before)
+        picked = top.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
+        losses = -((top == label[:, None]) * scores.log_softmax(-1)).sum(-1)
+        return (losses * weight).sum(), picked == label  # no product: autocast would round it
 
-    found = (top_ids == labels[:, None]).any(-1)
+    hits = [labels.new_zeros(0, dtype=torch.bool)]
     parts = [one.split(chunk_size) for one in (states, top_ids, previous, labels, weights)]
     total = states.new_zeros((), dtype=torch.float32)
     for part in zip(*parts, strict=True):
-        total = total + checkpoint(part_sum, *part, use_reentrant=False, preserve_rng_state=False)
-    return total, found.sum().float()
+        loss, hit = checkpoint(part_of, *part, use_reentrant=False, preserve_rng_state=False)
+        total = total + loss
+        hits.append(hit)
+    return total, torch.cat(hits)
 
 
 def confidence_loss(
@@ -150,7 +154,7 @@ def confidence_loss(
     """
     logits = confidence(states, embedded)
     losses = F.binary_cross_entropy_with_logits(logits, target_share.detach(), reduction="none")
-    return losses @ weights
+    return (losses * weights).sum()  # no product: autocast would round it
 
 
 def _draw(parameter: Tensor, generator: torch.Generator) -> None:

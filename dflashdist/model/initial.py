@@ -1,5 +1,6 @@
 """The drafter's first weights: drawn, taken from the target's last layers, or from a drafter."""
 
+import logging
 from dataclasses import fields
 from pathlib import Path
 
@@ -8,10 +9,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflashdist.config import DrafterConfig, InputError
-from dflashdist.model.drafter import Drafter, read_shape, read_weights
+from dflashdist.model.drafter import Drafter, exact_weights, read_shape, read_weights
 from dflashdist.model.frozen import EMBEDDING, places_of
 from dflashdist.model.layers import Layer
 from dflashdist.model.shape import PARTS, DrafterShape, target_file
+
+log = logging.getLogger(__name__)
 
 # What a drafter may be fine-tuned to although it was trained otherwise: the tensors stay the same,
 # and so does what the target's features and the mask token mean to them.
@@ -32,9 +35,9 @@ def initialise(
 ) -> None:
     """Set the weights as `drafter.init` and `drafter.init_from` say, the same on every rank.
 
-    `fan_in`, `published`: drawn, see `Drafter.reset_parameters`. `target_layers`: as `fan_in`, with
-    each layer a copy of one of the target's last ones. `init_from` goes before all: a checkpoint of
-    ours (its float32 weights) or a published folder, bfloat16 weights widened.
+    `fan_in` (or `random`), `published`: drawn, see `Drafter.reset_parameters`. `target_layers`: as
+    `fan_in`, with each layer a copy of one of the target's last ones. `init_from` goes before all:
+    a checkpoint of ours (its float32 weights) or a published folder, bfloat16 weights widened.
 
     Args:
         target_path, revision: read for `target_layers` alone.
@@ -42,16 +45,55 @@ def initialise(
 
     Raises InputError where the named weights do not fit, saying what differs.
     """
-    init = "fan_in" if config.init == "target_layers" else config.init
+    init = config.init if config.init == "published" else "fan_in"
     drafter.reset_parameters(init, seed=seed, final_norm=final_norm)
     if config.init_from:
-        if config.init == "target_layers":
-            raise InputError(
-                "drafter.init=target_layers and drafter.init_from are both set: give one"
-            )
         load_weights(drafter, config.init_from)
     elif config.init == "target_layers":
         copy_target_layers(drafter, target_path, revision)
+
+
+def check_initial(
+    shape: DrafterShape, config: DrafterConfig, target_path: str, revision: str | None
+) -> None:
+    """Refuse first weights that do not fit, by configurations and headers alone, and warn of what
+    else differs in a drafter to start from. Raises InputError as `initialise` would."""
+    if config.init_from:
+        there = read_shape(_folder(config.init_from) / "config.json")
+        check_shapes(there, shape, config.init_from)
+        for name in (f.name for f in fields(DrafterShape) if f.name in _MAY_CHANGE):
+            old, new = getattr(there, name), getattr(shape, name)
+            if old != new:
+                log.warning("drafter.init_from: %s was %s there and is %s here", name, old, new)
+        if shape.ahead != there.ahead:
+            log.warning(
+                "drafter.init_from: a slot drafted the token at its own place there and drafts the "
+                "next one here, so the first acceptance is about none"
+            )
+    elif config.init == "target_layers":
+        with torch.device("meta"):
+            find_target_layers(Drafter(shape), target_path, revision)
+
+
+def check_shapes(there: DrafterShape, here: DrafterShape, path: str) -> tuple[str, ...]:
+    """The parts that `here` adds to a plain drafter `there`. Raises InputError naming what else
+    differs between the two and must not."""
+    added = ()
+    if there.variant != here.variant and there.variant == "dflash":
+        added = ("variant", *PARTS[here.variant])
+    differing = [
+        f"{name} is {getattr(there, name)} there, {getattr(here, name)} here"
+        for name in (f.name for f in fields(DrafterShape))
+        if name not in _MAY_CHANGE
+        and name not in added
+        and getattr(there, name) != getattr(here, name)
+    ]
+    if differing:
+        raise InputError(
+            f"drafter.init_from={path}: another drafter ({'; '.join(differing)}); set the drafter "
+            "section and target.path alike"
+        )
+    return added
 
 
 @torch.no_grad()
@@ -59,36 +101,24 @@ def load_weights(drafter: Drafter, path: str) -> None:
     """Fine-tuning: the weights of a drafter that read the same target in the same way.
 
     The parts of a variant keep what they have where the folder is a plain DFlash drafter's: they
-    begin without effect, so the new drafter starts as the old one.
+    begin without effect, so the states are those of the old drafter. A DFlash 2 drafter then also
+    drafts as the old one did; DSpark's drafts are each one place further on.
 
     Raises InputError naming what differs or is missing.
     """
-    folder = Path(path).expanduser()
+    folder = _folder(path)
+    added = check_shapes(read_shape(folder / "config.json"), drafter.shape, path)
+    own = drafter.state_dict()
+    optional = tuple(drafter.variant_parts()) if added else ()
+    for name, tensor in read_weights(exact_weights(folder), drafter, optional).items():
+        own[name].copy_(tensor)
+
+
+def _folder(path: str) -> Path:
+    folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
         raise InputError(f"drafter.init_from={path}: no such folder")
-    shape = read_shape(folder / "config.json")
-    added = ()
-    if shape.variant != drafter.shape.variant and shape.variant == "dflash":
-        added = ("variant", *PARTS[drafter.shape.variant])
-    differing = [
-        f"{name} is {getattr(shape, name)} there, {getattr(drafter.shape, name)} here"
-        for name in (f.name for f in fields(DrafterShape))
-        if name not in _MAY_CHANGE
-        and name not in added
-        and getattr(shape, name) != getattr(drafter.shape, name)
-    ]
-    if differing:
-        raise InputError(
-            f"drafter.init_from={path}: another drafter ({'; '.join(differing)}); set the drafter "
-            "section and target.path alike"
-        )
-    file = folder / "trainer/weights.safetensors"
-    if not file.is_file():
-        file = folder / "model.safetensors"
-    own = drafter.state_dict()
-    tensors = read_weights(file, drafter, tuple(drafter.variant_parts()) if added else ())
-    for name, tensor in tensors.items():
-        own[name].copy_(tensor)
+    return folder
 
 
 @torch.no_grad()
@@ -96,6 +126,19 @@ def copy_target_layers(drafter: Drafter, path: str, revision: str | None = None)
     """Layers i = 0, 1, ... from the target's last `num_layers` decoder layers, in their order.
 
     Their queries, keys and MLPs already fit the target's residual stream and its head.
+
+    Raises InputError as `find_target_layers` does.
+    """
+    for file, parameters in find_target_layers(drafter, path, revision).items():
+        with safe_open(file, framework="pt") as tensors:
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors.get_tensor(name))
+
+
+def find_target_layers(
+    drafter: Drafter, path: str, revision: str | None
+) -> dict[Path, dict[str, Tensor]]:
+    """File of the target -> name of a tensor in it -> the drafter's parameter that it is for.
 
     Raises InputError unless a layer of the target has the drafter's tensors, all and only those:
     one of Qwen3's kind, and no size changed.
@@ -122,16 +165,18 @@ def copy_target_layers(drafter: Drafter, path: str, revision: str | None = None)
             names = ", ".join(sorted(found ^ own.keys()))
             raise InputError(f"{fault} has other layers than the drafter ({names}); use fan_in")
         wanted |= {begin + name: parameter for name, parameter in own.items()}
+    files: dict[Path, dict[str, Tensor]] = {}
     for place in sorted({places[name] for name in wanted}):
         file = target_file(path, place, revision)
         if file is None:
             raise InputError(f"{fault}: {place} is missing")
+        files[file] = {name: wanted[name] for name in wanted if places[name] == place}
         with safe_open(file, framework="pt") as tensors:
-            for name in (name for name in wanted if places[name] == place):
-                tensor, parameter = tensors.get_tensor(name), wanted[name]
-                if tensor.shape != parameter.shape:
+            for name, parameter in files[file].items():
+                shape = tuple(tensors.get_slice(name).get_shape())
+                if shape != parameter.shape:
                     raise InputError(
-                        f"{fault}: {name} is {tuple(tensor.shape)}, the drafter's "
-                        f"{tuple(parameter.shape)}; leave the drafter's sizes null, or use fan_in"
+                        f"{fault}: {name} is {shape}, the drafter's {tuple(parameter.shape)}; "
+                        "leave the drafter's sizes null, or use fan_in"
                     )
-                parameter.copy_(tensor)
+    return files

@@ -53,8 +53,9 @@ def sums_layout(block_size: int) -> dict[str, slice]:
 
     loss: the weighted terms, what is trained on. weight: of the supervised slots, the loss's
     denominator; under D-PACE their number. blocks: with a supervised slot. accepted: leading
-    correct slots, added over these blocks (the bonus token not counted). correct, count: supervised
-    slots 1 to block_size - 1, each its own number.
+    correct slots, added over these blocks (the bonus token not counted, nor, with a variable
+    prefix, the slots that were shown). correct, count: supervised slots 1 to block_size - 1, each
+    its own number.
     """
     layout = {
         name: slice(i, i + 1) for i, name in enumerate(("loss", "weight", "blocks", "accepted"))
@@ -128,8 +129,9 @@ class DrafterLoss(nn.Module):
         self.frozen = frozen
         self.shape = shape
         self.config = loss
+        by_distance = "decay" if loss.weights == "dpace" else loss.weights
         self.slot_weights = slot_weights(
-            shape.block_size + shape.ahead, weights=loss.weights, gamma=loss.gamma
+            shape.block_size + shape.ahead, weights=by_distance, gamma=loss.gamma
         )
 
     def forward(self, batch: DrafterBatch) -> tuple[Tensor, Tensor]:
@@ -181,8 +183,11 @@ class DrafterLoss(nn.Module):
                 self._objective(batch, slots, supervised),
             )
         )
-        added = self._added(states, scores, previous, labels, bias[0])
-        correct = torch.zeros_like(supervised).flatten().index_copy_(0, slots, scores.hits)
+        fixed = scores.weights
+        if self.config.weights == "dpace":
+            fixed = self._table_weights(batch, slots)
+        added, hits = self._added(states, scores, previous, labels, bias[0], fixed)
+        correct = torch.zeros_like(supervised).flatten().index_copy_(0, slots, hits)
         sums = _sums(
             scores.losses, scores.weights, correct.view_as(supervised), supervised, 1 - shape.ahead
         )
@@ -200,12 +205,18 @@ class DrafterLoss(nn.Module):
         previous: Tensor,
         labels: Tensor,
         embedded: Tensor | None,
-    ) -> Tensor | None:
-        """The losses of the variant's own heads, of the same slots under the same weights."""
+        fixed: Tensor,
+    ) -> tuple[Tensor | None, Tensor]:
+        """The loss of the variant's own head, of the same slots; and which drafts are right, by the
+        rule that the variant drafts by, the true token before each given.
+
+        The selector's has the terms' weights. The confidence's has `fixed` ones, float32 [M], under
+        D-PACE the decay's: it learns no token, so D-PACE's reason to weigh a slot is not its own.
+        """
         drafter, config = self.drafter, self.config
         if drafter.candidate_selector is not None:
             assert scores.top_ids is not None
-            loss, _ = selector_loss(
+            loss, hits = selector_loss(
                 drafter.candidate_selector,
                 states,
                 scores.top_ids,
@@ -215,13 +226,14 @@ class DrafterLoss(nn.Module):
                 scores.weights,
                 config.chunk_size,
             )
-            return config.selector * loss
+            return config.selector * loss, hits
         if drafter.confidence_head is not None:
             assert embedded is not None
             share = torch.ones_like(scores.weights) if scores.overlap is None else scores.overlap
-            loss = confidence_loss(drafter.confidence_head, states, embedded, share, scores.weights)
-            return config.confidence * loss  # also where it is 0: connected to every parameter
-        return None
+            loss = confidence_loss(drafter.confidence_head, states, embedded, share, fixed)
+            # Also where the coefficient is 0: connected to every parameter.
+            return config.confidence * loss, scores.hits
+        return None, scores.hits
 
     def _objective(self, batch: DrafterBatch, slots: Tensor, supervised: Tensor) -> Objective:
         """Terms, chunks and weights of the supervised slots, int64 [M] in the flat blocks."""
@@ -237,16 +249,21 @@ class DrafterLoss(nn.Module):
             return Objective(
                 config.terms, block_chunks(counts, config.chunk_size), weigh, *self._extras
             )
+        weights = self._table_weights(batch, slots)
+        chunks = even_chunks(len(slots), config.chunk_size)
+        return Objective(
+            config.terms, chunks, lambda chunk, _ce: weights[chunk.slots], *self._extras
+        )
+
+    def _table_weights(self, batch: DrafterBatch, slots: Tensor) -> Tensor:
+        """Weights by distance alone, float32 [M]."""
+        size = self.shape.block_size
         if self.slot_weights.device != slots.device:
             self.slot_weights = self.slot_weights.to(slots.device)
         distance = slots % size + self.shape.ahead
         if batch.prefix is not None:  # the decay begins at the first slot that is not shown
             distance = distance - (batch.prefix.flatten()[slots // size] - 1)
-        weights = self.slot_weights[distance]
-        chunks = even_chunks(len(slots), config.chunk_size)
-        return Objective(
-            config.terms, chunks, lambda chunk, _ce: weights[chunk.slots], *self._extras
-        )
+        return self.slot_weights[distance]
 
     @property
     def _extras(self) -> tuple[bool, int]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dflashdist.checks import FULL, SLIDING
 from dflashdist.config import DrafterConfig, InputError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 # What a variant adds to the shape, by the names that config.json and the configuration share.
 PARTS = {
     "dflash": (),
@@ -164,6 +164,9 @@ class DrafterShape:
         types = drafter.layer_types
         if types is None and drafter.sliding_window:
             types = [SLIDING] * (drafter.num_layers - 1) + [FULL]
+        causal = drafter.causal
+        if causal is None and drafter.variant == "dflash2":
+            causal = False  # published ones have sliding layers that look both ways
         eos = target_config.get("eos_token_id")
         return cls(
             hidden_size=hidden_size,
@@ -187,8 +190,7 @@ class DrafterShape:
             variant=drafter.variant,
             layer_types=layer_types(types),
             sliding_window=drafter.sliding_window,
-            # Published DFlash 2 drafters have sliding layers that look both ways.
-            is_causal=True if drafter.causal else False if drafter.variant == "dflash2" else None,
+            is_causal=causal,
             **{key: getattr(drafter, key) for key in PARTS[drafter.variant]},
         )
 

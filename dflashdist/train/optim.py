@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflashdist.config import InputError, OptimConfig
+from dflashdist.config import OptimConfig
 from dflashdist.model.drafter import Drafter
 
 
@@ -39,12 +39,6 @@ class MuonAndAdamW:
     """
 
     def __init__(self, config: OptimConfig, model: nn.Module) -> None:
-        """Raises InputError where torch has no Muon."""
-        if not hasattr(torch.optim, "Muon"):
-            raise InputError(
-                f"optim.kind=muon: torch {torch.__version__} has no Muon; take torch 2.9 or newer, "
-                "or optim.kind=adamw"
-            )
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         matrices = [n for n, p in named.items() if p.ndim == 2 and n.startswith(("layers.", "fc."))]
         self._muon = torch.optim.Muon(
@@ -89,18 +83,19 @@ Optimizer = torch.optim.Optimizer | MuonAndAdamW
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
-    """The optimizer of `optim.kind`; weight decay on matrices only, norms and biases without."""
+    """The optimizer of `optim.kind`; weight decay on matrices only."""
     if config.kind == "muon":
         return MuonAndAdamW(config, model)
     return build_adamw(config, [p for p in model.parameters() if p.requires_grad])
 
 
 def build_adamw(config: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.AdamW:
-    """AdamW for these parameters; those of one dimension do not decay."""
+    """AdamW for these parameters. Matrices decay, tables of tokens among them; norms, biases and
+    the kernels of convolutions, which begin as the identity, do not."""
     parameters = list(parameters)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim == 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim != 2], "weight_decay": 0.0},
     ]
     beta1, beta2 = config.betas
     fused = parameters[0].device.type == "cuda"

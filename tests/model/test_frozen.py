@@ -72,3 +72,25 @@ def test_what_is_missing_is_named(tmp_path):
     save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"no tensor named model\.embed_tokens\.weight"):
         Frozen.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["Gemma", "Gemma2", "Gemma3Text", "Qwen3"])
+def test_the_final_norm_is_what_the_target_multiplies_by(tmp_path, name):
+    """Some targets keep it less one."""
+    import transformers
+
+    kind = {"Gemma3Text": "Gemma3"}.get(name, name)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, pad_token_id=0,
+    )  # fmt: skip
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(0.5, 1.5)
+    model.save_pretrained(tmp_path)
+    states = torch.randn(3, 16)
+    expected = model.model.norm(states) / torch.nn.functional.rms_norm(states, (16,), eps=1e-6)
+    # float32: one product and one quotient
+    torch.testing.assert_close(
+        Frozen.load(str(tmp_path)).final_norm.expand(3, 16), expected, rtol=1e-5, atol=0
+    )

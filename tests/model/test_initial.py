@@ -11,11 +11,12 @@ from variants import CHANGES, variant_drafter
 
 from dflashdist.config import DrafterConfig, InputError
 from dflashdist.model.drafter import Drafter, save_drafter
-from dflashdist.model.initial import initialise
+from dflashdist.model.initial import check_initial, initialise
 
 
 def started(shape, target: str, **settings) -> Drafter:
-    """A drafter of this shape, initialised as a run with these `drafter` settings would."""
+    """A drafter of this shape, checked and initialised as a run with these `drafter` settings."""
+    check_initial(shape, DrafterConfig(**settings), target, None)
     drafter = Drafter(shape)
     final_norm = torch.full((shape.hidden_size,), 2.0)
     initialise(drafter, DrafterConfig(**settings), target, None, seed=5, final_norm=final_norm)
@@ -28,10 +29,11 @@ def equal(a: Drafter, b: Drafter) -> list[str]:
     return [n for n, t in a.state_dict().items() if n in other and torch.equal(t, other[n])]
 
 
-@pytest.mark.parametrize("init", ["fan_in", "published"])
+@pytest.mark.parametrize("init", ["fan_in", "random", "published"])
 def test_drawn(shape, init):
     expected = Drafter(shape)
-    expected.reset_parameters(init, seed=5, final_norm=torch.full((shape.hidden_size,), 2.0))
+    drawn = "fan_in" if init == "random" else init
+    expected.reset_parameters(drawn, seed=5, final_norm=torch.full((shape.hidden_size,), 2.0))
     assert equal(started(shape, "nowhere", init=init), expected) == list(expected.state_dict())
 
 
@@ -50,6 +52,18 @@ def test_from_a_published_folder(shape, tmp_path, name):
     assert equal(exact, drafter) == list(drafter.state_dict())
 
 
+def test_from_the_average_of_a_checkpoint(shape, tmp_path):
+    """Its float32 weights too, not those that are served."""
+    raw, average = variant_drafter(shape, "dflash"), variant_drafter(shape, "dflash", seed=9)
+    save_drafter(tmp_path, raw)
+    save_drafter(tmp_path / "ema", average)
+    (tmp_path / "trainer").mkdir()
+    save_file(raw.state_dict(), tmp_path / "trainer/weights.safetensors")
+    save_file(average.state_dict(), tmp_path / "trainer/ema.safetensors")
+    loaded = started(shape, "nowhere", init_from=str(tmp_path / "ema"))
+    assert equal(loaded, average) == list(average.state_dict())
+
+
 @pytest.mark.parametrize("name", ["dflash2 full", "dspark"])
 def test_a_variant_from_a_plain_drafter(shape, tmp_path, name):
     """The backbone is taken; the variant's parts are as new, without effect."""
@@ -63,13 +77,39 @@ def test_a_variant_from_a_plain_drafter(shape, tmp_path, name):
     assert added and set(added) <= set(equal(loaded, new))
 
 
-def test_fine_tuning_to_other_blocks_and_another_sight(shape, tmp_path):
+def test_fine_tuning_to_other_blocks_and_another_sight(shape, tmp_path, caplog):
+    """Allowed, and told: nothing else would say that the layers now see something else."""
     plain = variant_drafter(shape, "dflash")
     save_drafter(tmp_path, plain, "float32")
     other = replace(shape, **CHANGES["causal sliding"], block_size=8)
     assert equal(started(other, "nowhere", init_from=str(tmp_path)), plain) == list(
         plain.state_dict()
     )
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "drafter.init_from: block_size was 4 there and is 8 here",
+        "drafter.init_from: layer_types was () there and is "
+        "('sliding_attention', 'full_attention') here",
+        "drafter.init_from: sliding_window was None there and is 9 here",
+        "drafter.init_from: is_causal was None there and is True here",
+    ]
+    caplog.clear()
+    started(shape, "nowhere", init_from=str(tmp_path))
+    assert not caplog.records
+    started(replace(shape, **CHANGES["dspark"]), "nowhere", init_from=str(tmp_path))
+    assert "drafts the next one here" in caplog.text
+
+
+def test_what_does_not_fit_is_refused_before_weights_are_read(shape, target_folder, tmp_path):
+    """By configuration and headers: there are no weights to read."""
+    save_drafter(tmp_path, variant_drafter(shape, "dflash"))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="intermediate_size is 48 there, 64 here"):
+        settings = DrafterConfig(init_from=str(tmp_path))
+        check_initial(replace(shape, intermediate_size=64), settings, "nowhere", None)
+    with pytest.raises(InputError, match=r"gate_proj\.weight is \(48, 32\), .* \(64, 32\)"):
+        settings = DrafterConfig(init="target_layers")
+        check_initial(replace(shape, intermediate_size=64), settings, target_folder, None)
 
 
 def test_what_does_not_fit_is_refused(shape, tmp_path):
@@ -87,8 +127,6 @@ def test_what_does_not_fit_is_refused(shape, tmp_path):
         started(shape, "nowhere", init_from=str(tmp_path / "second"))
     with pytest.raises(InputError, match=r"drafter\.init_from=.*: no such folder"):
         started(shape, "nowhere", init_from=str(tmp_path / "absent"))
-    with pytest.raises(InputError, match="both set"):
-        started(shape, "nowhere", init_from=str(tmp_path / "plain"), init="target_layers")
     tensors = load_file(tmp_path / "plain/model.safetensors")
     del tensors["layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "plain/model.safetensors")

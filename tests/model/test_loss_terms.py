@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from variants import variant_drafter
 
 from dflashdist.config import LossConfig
-from dflashdist.model.blocks import block_ids, draw_anchors, draw_prefixes
+from dflashdist.model.blocks import block_ids, block_labels, draw_anchors, draw_prefixes
 from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafting import greedy_drafts
 from dflashdist.model.frozen import Frozen
 from dflashdist.model.loss import DrafterBatch, DrafterLoss, LossSums
 
@@ -210,3 +212,59 @@ def test_batch_moves_with_what_it_has(shape):
     assert moved.last is not None and moved.last.device.type == "meta"
     assert moved.prefix is not None and moved.prefix.device.type == "meta"
     assert dataclasses.replace(batch, last=None).to("cpu").last is None
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark"])
+def test_accuracy_is_of_what_the_variant_drafts(shape, frozen, name):
+    """A text that says what the drafter drafts, by its own rule, is right in every slot."""
+    drafter = variant_drafter(shape, name).eval()
+    shape = drafter.shape
+    batch = make_batch(shape)
+    one = {"anchors": torch.tensor([[6], [14]]), "keep": torch.ones(2, 1, dtype=torch.bool)}
+    batch = dataclasses.replace(batch, **one)
+    size = {"block_size": shape.block_size, "mask_token_id": shape.mask_token_id}
+    tokens = block_ids(batch.ids, batch.anchors, batch.keep, **size)
+    with torch.no_grad():
+        states = drafter(batch.hidden, frozen.embedding[tokens], batch.anchors, batch.keep)
+        first = batch.ids.gather(1, batch.anchors).squeeze(1)
+        drafts = greedy_drafts(drafter, states, first, frozen.head)
+        plain = (states @ frozen.head.T).argmax(-1)[:, 1 - shape.ahead :]
+    assert name == "dflash" or not torch.equal(plain, drafts), "the variant's head has no say"
+    for row, anchor, said in zip(batch.ids, (6, 14), drafts, strict=True):
+        row[anchor + 1 : anchor + 1 + len(said)] = said
+    _, vector = DrafterLoss(drafter, frozen, shape, LossConfig())(batch)
+    sums = LossSums(vector, shape.block_size + shape.ahead)
+    assert sums.accuracy == [1.0] * drafts.shape[1]
+    assert sums.accept_length == 1 + drafts.shape[1]
+
+
+@pytest.mark.parametrize("weights", ["decay", "uniform", "dpace"])
+def test_the_confidence_is_weighted_by_distance(shape, frozen, weights):
+    """Also under D-PACE, whose weights come from another loss."""
+    drafter = variant_drafter(shape, "dspark")
+    shape = drafter.shape
+    batch = make_batch(shape)
+    losses = {}
+    for share in (0.0, 1.0):
+        config = LossConfig(weights=weights, gamma=GAMMA, confidence=share)
+        losses[share] = DrafterLoss(drafter, frozen, shape, config)(batch)[0].item()
+    size = {"block_size": shape.block_size, "mask_token_id": shape.mask_token_id}
+    tokens = block_ids(batch.ids, batch.anchors, batch.keep, **size)
+    _, supervised = block_labels(
+        batch.ids, batch.loss_mask, batch.anchors, batch.keep, block_size=shape.block_size,
+        contiguous_only=True, ahead=1,
+    )  # fmt: skip
+    states = drafter(batch.hidden, frozen.embedding[tokens], batch.anchors, batch.keep)
+    states = states.view(*supervised.shape, -1)
+    assert drafter.markov_head is not None and drafter.confidence_head is not None
+    expected = 0.0
+    for b, n, k in supervised.nonzero().tolist():
+        place = int(batch.anchors[b, n]) + k
+        embedded = drafter.markov_head.markov_w1(batch.ids[b, place])
+        logits = frozen.head @ states[b, n, k] + drafter.markov_head.markov_w2(embedded)
+        overlap = 1 - term("tv", logits, frozen.head @ batch.last[b, place], 0)
+        chance = drafter.confidence_head(states[b, n, k][None], embedded[None])[0].sigmoid()
+        loss = -overlap * chance.log() - (1 - overlap) * (1 - chance).log()
+        expected += loss.item() * (1.0 if weights == "uniform" else math.exp(-k / GAMMA))
+    # float32: the difference of two sums that are some ten times as large
+    assert losses[1.0] - losses[0.0] == pytest.approx(expected, rel=1e-4)

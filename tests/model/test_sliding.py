@@ -140,5 +140,6 @@ def test_nothing_leaks(shape, name):
     assert test_leaks.batch_error(drafter) < 1e-6
 
 
-def test_default_sight_is_the_papers():
-    assert Sight() == WHOLE
+def test_default_sight_is_the_papers(shape):
+    assert {(shape.sight(i).window, shape.sight(i).causal) for i in range(2)} == {(None, False)}
+    assert shape.sight(0) == WHOLE

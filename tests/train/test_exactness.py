@@ -12,21 +12,31 @@ from run_folder import assert_same_bits, losses, scalars, slots, trace, weights
 pytestmark = pytest.mark.dist
 
 
-def test_number_of_drafters(run_ranks, tiny_overrides, tmp_path):
+@pytest.mark.parametrize(
+    ("numbers", "objective"),
+    [
+        ((1, 2, 4), []),
+        ((1, 2), ["drafter.variant=dspark", "loss.terms={ce: 0.1, tv: 1.8}", "loss.weights=dpace"]),
+        ((1, 2), ["drafter.variant=dflash2", "drafter.selector_top_k=4", "drafter.selector_rank=8",
+                  "loss.terms={kl: 1.0, hard: 0.5}", "loss.variable_prefix=0.8"]),
+    ],
+    ids=["plain", "dspark", "dflash2"],
+)  # fmt: skip
+def test_number_of_drafters(run_ranks, tiny_overrides, tmp_path, numbers, objective):
     """W = 4 held: the sums are the same but for the order of float32 additions, about 1e-7 of a
     gradient. AdamW divides each gradient by its own size, so it can blow that up where a gradient
     is itself only rounding noise; eps well above the noise keeps the comparison about the sums."""
-    for drafters, accumulation in ((1, 4), (2, 2), (4, 1)):
+    for drafters in numbers:
         run_ranks(
             drafters,
             train_overrides,
             [
                 *tiny_overrides, f"run.dir={tmp_path / str(drafters)}", "roles.layout=colocated",
-                f"train.accumulation_steps={accumulation}", "optim.eps=1e-4",
+                f"train.accumulation_steps={4 // drafters}", "optim.eps=1e-4", *objective,
             ],
         )  # fmt: skip
     reference, reference_losses = weights(tmp_path / "1", 6), losses(tmp_path / "1")
-    for drafters in ("2", "4"):
+    for drafters in map(str, numbers[1:]):
         other, other_losses = weights(tmp_path / drafters, 6), losses(tmp_path / drafters)
         assert slots(tmp_path / drafters).keys() == slots(tmp_path / "1").keys()
         for step, loss in reference_losses.items():
