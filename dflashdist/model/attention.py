@@ -197,7 +197,10 @@ def flex_block_attention(
 
 @cache
 def _compiled_flex():
+    from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
+    # A graph each for gradients or none, one row or several, one tile or several, each window.
+    config.recompile_limit = max(64, config.recompile_limit)
     # fullgraph: an error, not a dense fallback, past the limit of recompilations.
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)

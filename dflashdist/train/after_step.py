@@ -103,7 +103,8 @@ class AfterStep:
         length = values.get(f"{RAW}/acceptance_length", math.nan)
         best = length > (state.best.acceptance_length if state.best else 0.0)
         if best:
-            state.best = Best(state.step, length, stream.rounds.plan.fingerprint)
+            assert self._blueprint.measured_on
+            state.best = Best(state.step, length, self._blueprint.measured_on)
         if self._reporter and self._rounds:
             self._reporter.evaluation(state.step, values, best)
             self._rounds.add(state.step, values, {"best": best})
@@ -135,6 +136,7 @@ class AfterStep:
             "bad_in_a_row": state.bad_in_a_row,
             "evaluated": state.evaluated,
             "best": asdict(state.best) if state.best else None,
+            "kept": sorted(checkpoints.kept),
             "num_steps": job.steps.num_steps,
             "config": dump_config(config),
             "versions": versions(),

@@ -22,6 +22,7 @@ from dflashdist.config import Config, InputError, LossConfig, dump_config, queue
 from dflashdist.data.shards import TokenStore
 from dflashdist.model.drafting import num_drafts
 from dflashdist.model.frozen import target_fingerprint
+from dflashdist.model.initial import check_initial
 from dflashdist.model.objective import check_plain_logits
 from dflashdist.model.shape import DrafterShape, read_target_config
 from dflashdist.schedule.plan import Plan, Steps
@@ -83,7 +84,14 @@ class Blueprint:
         if config.evaluate.every is not None:
             held_out, rounds = open_held_out(config, self.store, self.plan)
         self.stream = Stream(self.steps, rounds)
-        self.gates = Gates(config.gates, self.metrics())
+        known = self.metrics()
+        self.gates = Gates(config.gates, known)
+        self.notes = self.gates.idle(known)
+        self.measured_on: str | None = None  # what a round's numbers depend on, beside the weights
+        if held_out and rounds:
+            self.measured_on = f"{rounds.plan.fingerprint}/{config.evaluate.max_new_tokens}"
+            if held_out.fingerprint == self.store.fingerprint:
+                self.notes.append("evaluate.store holds the rows that are trained on")
         self.depth = queue_depth(config.pipeline, self.steps.window, self.roles.num_targets)
         self.rows = Rows(self.stream, self.store, held_out, self.store.meta["pad_id"])
         self.folder = Path(config.run.dir)
@@ -102,27 +110,37 @@ class Blueprint:
             )
         owed = self.saved.get("evaluated") != self.first_step
         self.round_first = owed and self.stream.due(self.first_step)  # before the first step
+        self.checkpoints.kept = set(self.saved.get("kept", []))
         self.best = self._saved_best()
         if self.best and config.evaluate.keep_best:
             self.checkpoints.best = self.best.step
 
     def _saved_best(self) -> Best | None:
-        """The best round that the checkpoint knows of, where this run has what was best: of these
-        held-out rows, and its checkpoint in this folder."""
-        saved, rounds = self.saved.get("best"), self.stream.rounds
-        if not saved or rounds is None or saved["rows"] != rounds.plan.fingerprint:
+        """The best round that the checkpoint knows of. Where this run measures something else, so
+        that its rounds do not compare, the checkpoint of the old best is kept beside the new one.
+        """
+        if not self.saved.get("best"):
             return None
-        best = Best(**saved)
-        return best if self.checkpoints.place(best.step).is_dir() else None
+        best = Best(**self.saved["best"])
+        here = self.checkpoints.place(best.step).is_dir()
+        if self.measured_on in (None, best.measured_on):
+            return best if here or not self.config.evaluate.keep_best else None
+        if here:
+            self.checkpoints.kept.add(best.step)
+            self.notes.append(
+                f"the best so far ({best.acceptance_length:.3f}, step {best.step}) was measured on "
+                "other rows or lengths of answers: it is compared with no other, and stays"
+            )
+        return None
 
-    def metrics(self) -> set[str]:
-        """The names of all metrics that all drafters know."""
-        drafts = num_drafts(self.shape)
+    def metrics(self) -> dict[str, int]:
+        """The names of all metrics that all drafters know, each with the last step that has it."""
+        drafts, last = num_drafts(self.shape), self.steps.num_steps
         names = step_metrics(drafts + 1, self.plan.edges)
         if self.stream.rounds:
             averaged = self.config.optim.ema is not None
             names |= round_metrics(self.stream.rounds, drafts, averaged)
-        return names
+        return dict.fromkeys(sorted(names), last)  # a round follows the last step
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint records, and what resuming holds it to."""
@@ -137,7 +155,7 @@ class Blueprint:
             "target_dtype": self.config.target.dtype,
             "seed": self.config.seed,
             "optimizer": self.config.optim.kind,
-            "objective": objective(self.config.loss),
+            "objective": objective(self.config.loss, self.config.drafter.variant),
         }
 
     def _rendering(self) -> dict[str, Any] | None:
@@ -147,14 +165,13 @@ class Blueprint:
 
     def agreement(self) -> dict[str, str]:
         """What must be alike on all ranks."""
-        rounds = self.stream.rounds
         return {
             "dflashdist version": dflashdist.__version__,
             "plan fingerprint": self.plan.fingerprint,
             "token store": self.store.fingerprint,
             "configuration": dump_config(self.config),
             "checkpoint to resume from": str(self.first_step),
-            "rows of evaluation": rounds.plan.fingerprint if rounds else "none",
+            "rows of evaluation": str(self.measured_on),
             "best checkpoint": str(self.best),
         }
 
@@ -186,10 +203,17 @@ class Blueprint:
         return self.first_step * self.steps.window
 
 
-def objective(loss: LossConfig) -> dict[str, Any]:
-    """What is minimised: the loss section without what only says how it is computed."""
-    terms = {name: weight for name, weight in sorted(loss.terms.items()) if weight > 0}
-    return {k: v for k, v in asdict(loss).items() if k != "chunk_size"} | {"terms": terms}
+def objective(loss: LossConfig, variant: str) -> dict[str, Any]:
+    """What is minimised: the settings of the loss that have an effect and are not the default."""
+    idle = {"chunk_size"}  # it says how, not what
+    idle |= {"gamma"} if loss.weights == "uniform" else set()
+    idle |= {"dpace_alpha"} if loss.weights != "dpace" else set()
+    idle |= {"selector"} if variant != "dflash2" else set()
+    idle |= {"confidence"} if variant != "dspark" else set()
+    default = asdict(LossConfig())
+    values = asdict(loss)
+    values["terms"] = {name: share for name, share in sorted(loss.terms.items()) if share > 0}
+    return {k: v for k, v in values.items() if k not in idle and v != default[k]}
 
 
 def target_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -221,6 +245,14 @@ def check_tokenizer(blueprint: Blueprint) -> None:
             f"{config.data.store}: made with another {differs} (of {meta['target']}) than "
             f"{config.target.path} has; prepare anew with --target {config.target.path}"
         )
+
+
+def check_weights(blueprint: Blueprint) -> None:
+    """Hold that the first weights will fit, where a run begins with them. Raises InputError."""
+    target = blueprint.config.target
+    assert target.path is not None
+    if blueprint.resume is None:
+        check_initial(blueprint.shape, blueprint.config.drafter, target.path, target.revision)
 
 
 def versions() -> dict[str, str]:

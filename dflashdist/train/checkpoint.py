@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -27,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from dflashdist.config import CheckpointConfig, InputError
 from dflashdist.data.shards import sync
-from dflashdist.model.drafter import Drafter, save_drafter
+from dflashdist.model.drafter import AVERAGE, Drafter, save_drafter
 from dflashdist.train.optim import Optimizer, WeightAverage
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ LATER = {  # the same, where older checkpoints do not say
     "optimizer": "restore optim.kind",
     "objective": "restore the loss section",
 }
+OLDER = {"optimizer": "adamw"}  # and what they mean then
+OLD = ".old.partial"  # ends the name of one whose step is saved again
 NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -52,6 +55,7 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointConfig) -> None:
         self.folder, self._config = folder, config
         self.best: int | None = None  # the step of the best round so far; its checkpoint is kept
+        self.kept: set[int] = set()  # steps of others that are
 
     def place(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
@@ -76,6 +80,7 @@ class Checkpoints:
 
         Raises InputError where a named one is not there, or where two runs would mix.
         """
+        self.recover()
         steps = self.steps()
         newest = list(steps.values())[-1] if steps else None
         if resume == "auto" or (restarted and newest):
@@ -97,6 +102,15 @@ class Checkpoints:
             )
         return path
 
+    def recover(self) -> None:
+        """Give back its name to a checkpoint that a kill, while its step was saved again, left
+        without. All ranks may do so at once."""
+        for old in self.folder.glob(f".*{OLD}"):
+            place = self.folder / old.name.removeprefix(".").removesuffix(OLD)
+            with suppress(OSError):  # another rank was first
+                if not place.exists():
+                    os.rename(old, place)
+
     def save(
         self,
         step: int,
@@ -114,14 +128,14 @@ class Checkpoints:
         save_drafter(aside, drafter, self._config.dtype)
         save_float32(drafter, aside / "trainer/weights.safetensors")
         if average:
-            save_drafter(aside / "ema", average.drafter, self._config.dtype)
+            save_drafter(aside / AVERAGE, average.drafter, self._config.dtype)
             save_float32(average.drafter, aside / "trainer/ema.safetensors")
         torch.save(optimizer.state_dict(), aside / "trainer/optimizer.pt")
         (aside / "trainer/state.json").write_text(json.dumps(facts | {"step": step}, indent=1))
         for path in [*aside.rglob("*"), aside]:
             sync(path)
         if place.exists():  # a resumed run that passes this step again; pruned below
-            os.rename(place, self.folder / f".{place.name}.old.partial")
+            os.rename(place, self.folder / f".{place.name}{OLD}")
         os.rename(aside, place)
         sync(self.folder)
         self.link_best()
@@ -142,10 +156,10 @@ class Checkpoints:
 
     def prune(self) -> None:
         """Keep the last n, every m-th and the best; remove what a killed run left unfinished."""
-        steps = self.steps()
+        steps, kept = self.steps(), {self.best, *self.kept}
         every = self._config.keep_every
         for step in list(steps)[: -self._config.keep_last]:
-            if step and step != self.best and not (every and step % every == 0):
+            if step and step not in kept and not (every and step % every == 0):
                 shutil.rmtree(steps[step])
         for path in self.folder.glob(".step_*.partial"):
             shutil.rmtree(path, ignore_errors=True)
@@ -182,9 +196,10 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) ->
         if saved[name] != now[name]:
             raise InputError(f"{checkpoint}: {name} was {saved[name]} and is {now[name]}; {fix}")
     for name, fix in LATER.items():
-        if name in saved and saved[name] != now[name]:
+        before = saved.get(name, OLDER.get(name, now[name]))
+        if before != now[name]:
             raise InputError(
-                f"{checkpoint}: {name} was {saved[name]} and is {now[name]}; {fix}, or start anew "
+                f"{checkpoint}: {name} was {before} and is {now[name]}; {fix}, or start anew "
                 "from these weights with drafter.init_from in another run.dir"
             )
 

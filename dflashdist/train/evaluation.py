@@ -47,6 +47,13 @@ def open_held_out(config: Config, store: TokenStore, plan: Plan) -> tuple[TokenS
     held_out = TokenStore.open(path)
     if held_out.meta["tokenizer_fingerprint"] != store.meta["tokenizer_fingerprint"]:
         raise InputError(f"{path}: made with another tokenizer than {store.path}; prepare it anew")
+    mine, theirs = (s.meta.get("rendering", {}) for s in (store, held_out))
+    differing = [k for k in ("template_sha256", "settings") if mine.get(k) != theirs.get(k)]
+    if mine and theirs and differing:
+        raise InputError(
+            f"{path}: rendered with another {differing[0]} than {store.path} "
+            f"({theirs.get(differing[0])} against {mine.get(differing[0])}); prepare it alike"
+        )
     rows = np.flatnonzero(held_out.supervised >= 2)  # an answer of one token needs no pass
     if len(rows) == 0:
         raise InputError(f"{path}: no row with an answer of two tokens; take another store")
@@ -75,11 +82,11 @@ def open_held_out(config: Config, store: TokenStore, plan: Plan) -> tuple[TokenS
 
 @dataclass(frozen=True)
 class Best:
-    """The best round so far, and on which held-out rows: others do not compare."""
+    """The best round so far."""
 
     step: int
     acceptance_length: float
-    rows: str  # fingerprint of the held-out rows' plan
+    measured_on: str  # rounds of another `Blueprint.measured_on` do not compare
 
 
 class Evaluator:

@@ -3,7 +3,7 @@ broken, one that falls too early that something leaks."""
 
 import difflib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dflashdist.config import GateConfig, InputError
 
@@ -24,6 +24,15 @@ class Gates:
             if gate.below is None and gate.above is None and gate.not_below is None:
                 raise InputError(f"gates[{number}] on {gate.metric}: set below, above or not_below")
         self._gates = list(gates)
+
+    def idle(self, last: Mapping[str, int]) -> list[str]:
+        """What to say of gates that begin after the `last` step that has their metric."""
+        return [
+            f"gate {gate.metric} from step {gate.step} cannot be left: this run has that metric up "
+            f"to step {last[gate.metric]}"
+            for gate in self._gates
+            if gate.not_below is None and gate.step > last[gate.metric]
+        ]
 
     def left(self, step: int, values: dict[str, float]) -> list[str]:
         """What to say of each gate that `values`, known after `step` steps, leave for the first

@@ -14,7 +14,7 @@ from dflashdist.cluster.roles import DRAFTER, roles_table
 from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.world import Place, World, choose_device
 from dflashdist.config import Config, InputError, changed_settings, dump_config
-from dflashdist.train.blueprint import Blueprint, check_tokenizer, versions
+from dflashdist.train.blueprint import Blueprint, check_tokenizer, check_weights, versions
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ def train_rank(config: Config) -> None:
     blueprint = Blueprint(config, place)
     if place.rank == 0:
         check_tokenizer(blueprint)
+        check_weights(blueprint)
     device = choose_device(config.train.device, place)
     try:
         (blueprint.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -107,6 +108,8 @@ def announce(blueprint: Blueprint, world: World) -> None:
         print(f"resuming after step {blueprint.first_step} from {blueprint.resume}")
         for change in changed_settings(blueprint.saved["config"], config):
             print(f"  with another {change}")
+    for note in blueprint.notes:
+        print(f"NOTE: {note}")
     print(f"run folder {blueprint.folder}", flush=True)
     (blueprint.folder / "config.yaml").write_text(dump_config(config))
     facts = blueprint.facts() | {

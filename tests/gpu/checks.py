@@ -6,6 +6,7 @@ Skipped) and returns what the table should say, and name it in CHECKS.
 """
 
 import argparse
+import dataclasses
 import os
 import statistics
 import sys
@@ -35,7 +36,8 @@ from dflashdist.model.blocks import draw_anchors
 from dflashdist.model.drafter import Drafter
 from dflashdist.model.frozen import Frozen
 from dflashdist.model.loss import DrafterBatch, DrafterLoss
-from dflashdist.model.shape import DrafterShape
+from dflashdist.model.shape import FULL, SLIDING, DrafterShape
+from dflashdist.model.teacher_forced import teacher_forced
 
 
 class CheckFailed(Exception):
@@ -167,6 +169,29 @@ def one_compilation(device: str) -> str:
         if i >= 2:
             slowest = max(slowest, time.perf_counter() - began)
     return require(slowest < 2.0, f"slowest later call {slowest:.2f} s")
+
+
+def rounds_after_training(device: str) -> str:
+    """A drafter with sliding and full layers trains, then counts acceptance, in all the shapes that
+    compile a graph of their own: one row or several, many blocks or one. None is refused."""
+    sizes = dict(hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2, head_dim=32)
+    shape = drafter_shape(**sizes, vocab=512, block=16)
+    shape = dataclasses.replace(shape, layer_types=(SLIDING, FULL), sliding_window=64)
+    drafter = Drafter(shape).to(device)
+    drafter.reset_parameters("fan_in", seed=0)
+    table = torch.randn(512, 128, device=device)
+    frozen = Frozen(table, table, drafter.norm.weight.detach())
+    module = DrafterLoss(drafter, frozen, shape, LossConfig())
+    began = time.perf_counter()
+    for rows, width, anchors in ((3, 256, 64), (1, 320, 40), (2, 384, 1), (1, 448, 1)):
+        batch = full_batch(shape, rows, width, anchors, torch.float32, device)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            module(batch)[0].backward()
+            for at_once in (1, 7, 512):
+                part = dataclasses.replace(batch, loss_mask=batch.loss_mask.clone())
+                part.loss_mask[:, 12:] = False
+                teacher_forced(drafter, frozen, part, end_ids=(), blocks_at_once=at_once)
+    return f"4 shapes, with gradients and without, {time.perf_counter() - began:.1f} s"
 
 
 # Speed
@@ -312,6 +337,7 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "attention float32": attention_float32,
     "attention bfloat16": attention_bfloat16,
     "one compilation": one_compilation,
+    "rounds after training": rounds_after_training,
     "drafter step": drafter_step,
     "colocated job": colocated_job,
     "split job": split_job,

@@ -161,6 +161,18 @@ def test_restored_to_the_bit(trained):
         assert torch.equal(other.drafter.state_dict()[name], tensor), name
 
 
+def test_a_kill_while_a_step_is_saved_again(trained, overrides):
+    """Between the two renames the step has no checkpoint of its name; the next start mends it."""
+    place = trained.save(3)
+    hidden = place.with_name(f".{place.name}.old.partial")
+    place.rename(hidden)
+    assert blueprint(overrides).resume == place
+    assert place.is_dir() and not hidden.exists()
+    shutil.copytree(place, hidden)  # killed after both: the new one counts
+    (place / "trainer/newer").touch()
+    assert blueprint(overrides).resume == place and (place / "trainer/newer").exists()
+
+
 # ---- resuming
 
 
@@ -191,7 +203,8 @@ def test_resume_auto_none_and_a_path(trained, overrides, tmp_path):
         ("seed=1", "seed 0 -> 1"),
         ("train.accumulation_steps=8", "window was 4 and is 8; keep drafters x"),
         ("drafter.num_layers=2", "drafter was "),
-        ("loss.weights=uniform", "'weights': 'decay'"),
+        ("loss.weights=uniform", "objective was {} and is {'weights': 'uniform'}"),
+        ("loss.contiguous_only=false", "is {'contiguous_only': False}"),
         ("loss.terms.kl=0.5", "restore the loss section, or start anew from these weights"),
         ("optim.kind=muon", "optimizer was adamw and is muon; restore optim.kind"),
         ("drafter.target_layer_ids=[2,1]", "drafter was "),
@@ -208,7 +221,8 @@ def test_what_differs_is_named(trained, overrides, change, named):
 def test_what_changes_no_result_goes_on(trained, overrides):
     """The objective is what it means, not how it is spelled or computed."""
     trained.save(5)
-    assert blueprint(overrides, "loss.chunk_size=7", "loss.terms.kl=0.0").first_step == 5
+    idle = ["loss.chunk_size=7", "loss.terms.kl=0.0", "loss.dpace_alpha=0.1", "loss.selector=0.5"]
+    assert blueprint(overrides, *idle).first_step == 5
 
 
 def test_another_store_is_refused(trained, overrides, tmp_path):

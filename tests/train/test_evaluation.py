@@ -2,6 +2,7 @@
 once, nobody waits for ever, and a stopped run goes on with the round that it owes."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -193,7 +194,10 @@ def test_the_numbers_are_teacher_forced_acceptance(colocated, overrides, tiny_ta
     target = Target(tiny_target, plan.shape.target_layer_ids, dtype=torch.float32, device="cpu")
     held_out = TokenStore.open(Path(plan.store.path) / "validation")
     assert sorted(plan.stream.rounds.rows) == [n * HELD_OUT // MAX_ROWS for n in range(MAX_ROWS)]
+    micro_batches = map(plan.stream.micro_batch, plan.stream.round(STEPS))
+    bucket_of = {int(row): one.bucket for one in micro_batches for row in one.rows}
     total = AcceptanceSums.zeros(3)
+    buckets = [AcceptanceSums.zeros(3) for _ in plan.stream.rounds.plan.edges]
     for row in plan.stream.rounds.rows:
         tokens = collate(
             held_out, seq=0, epoch=0, rows=np.array([row]), width=int(held_out.lengths[row]),
@@ -201,11 +205,20 @@ def test_the_numbers_are_teacher_forced_acceptance(colocated, overrides, tiny_ta
         )  # fmt: skip
         states = pack(target.hidden_states(tokens.ids, tokens.lengths), tokens.lengths)
         batch = batch_of(tokens, states)
-        total.vector.add_(teacher_forced(drafter, frozen, batch, max_new_tokens=256).vector)
+        counted = teacher_forced(drafter, frozen, batch, max_new_tokens=256).vector
+        total.vector.add_(counted)
+        buckets[bucket_of[int(row)]].vector.add_(counted)
     last = rounds(colocated)[-1]
     assert last["eval/acceptance_length"] == total.acceptance_length
     shares = [last[f"eval/position_{k:02d}"] for k in (1, 2, 3)]
     assert shares == total.position_acceptance and shares[0] > shares[1] > 0
+    by_bucket = {
+        f"eval/bucket_{edge:05d}": sums.acceptance_length
+        for edge, sums in zip(plan.stream.rounds.plan.edges, buckets, strict=True)
+    }
+    by_bucket = {name: length for name, length in by_bucket.items() if not math.isnan(length)}
+    assert {n: v for n, v in last.items() if n.startswith("eval/bucket_")} == by_bucket
+    assert len(set(by_bucket.values())) > 1
 
 
 def batch_of(tokens, states: torch.Tensor) -> DrafterBatch:
@@ -292,18 +305,42 @@ def test_stopped_where_a_round_is_due(plain, overrides, tmp_path):
     assert losses(plain) == losses(folder)
 
 
-def test_best_is_forgotten_where_it_does_not_compare(colocated, overrides, tmp_path):
-    """Of other held-out rows, or of another run folder, the best of this one is still to come."""
+def test_a_best_that_does_not_compare_is_kept_and_not_compared(colocated, overrides, tmp_path):
+    """Of other held-out rows, or answers cut elsewhere, the best is still to come; the old one's
+    checkpoint stays. Without rounds the best stays what it was."""
     same = ["roles.layout=colocated", "train.accumulation_steps=4"]
     kept = blueprint(overrides, colocated, *same, "evaluate.every=2")
     assert kept.best and kept.best.step == facts(colocated, STEPS)["best"]["step"]
     assert kept.checkpoints.best == kept.best.step and not kept.round_first
-    fewer = blueprint(overrides, colocated, *same, "evaluate.every=2", "evaluate.max_rows=9")
-    assert fewer.best is None and fewer.checkpoints.best is None
+    assert kept.checkpoints.kept == set() and kept.notes == []
+    for other in ("evaluate.max_rows=9", "evaluate.max_new_tokens=3"):
+        fewer = blueprint(overrides, colocated, *same, "evaluate.every=2", other)
+        assert fewer.best is None and fewer.checkpoints.best is None
+        assert fewer.checkpoints.kept == {kept.best.step}
+        assert f"step {kept.best.step}) was measured on other rows" in fewer.notes[0]
     path = colocated / f"checkpoints/step_{STEPS:08d}"
     elsewhere = ["evaluate.every=2", f"train.resume={path}"]
     assert blueprint(overrides, tmp_path / "new", *same, *elsewhere).best is None
-    assert blueprint(overrides, colocated, *same).best is None, "no rounds, so none is best"
+    assert blueprint(overrides, colocated, *same).best == kept.best
+
+
+@pytest.mark.dist
+def test_resumed_with_other_rounds(colocated, overrides, tmp_path):
+    """The old best survives the pruning, and what `best` leads to is there after every start."""
+    folder = tmp_path / "run"
+    shutil.copytree(colocated, folder, symlinks=True)
+    old = facts(folder, STEPS)["best"]["step"]
+    for path in (folder / "checkpoints").glob("step_*"):
+        if int(path.name[5:]) > max(old, 4):
+            shutil.rmtree(path)
+    resumed = max(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
+    common = ["roles.layout=colocated", "checkpoint.keep_last=1", "checkpoint.every=1"]
+    for more, steps in (([], STEPS + 2), (["evaluate.every=2", "evaluate.max_rows=9"], STEPS + 4)):
+        run(2, overrides, folder, *common, *more, f"train.max_steps={steps}")
+        assert (folder / "checkpoints/best/config.json").is_file()
+        assert (folder / f"checkpoints/step_{old:08d}/config.json").is_file()
+    assert resumed < STEPS and facts(folder, STEPS + 4)["kept"] == [old]
+    assert facts(folder, STEPS + 4)["best"]["step"] > STEPS
 
 
 def test_the_best_is_never_pruned(tmp_path):
@@ -323,6 +360,10 @@ def test_the_best_is_never_pruned(tmp_path):
         assert list(checkpoints.steps()) == sorted({step, best or step})
         assert not best or os.readlink(tmp_path / "best") == f"step_{best:08d}"
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000005", "step_00000006", "best"}
+    checkpoints.kept = {5}
+    checkpoints.best = 7
+    checkpoints.save(7, drafter, optimizer, {})
+    assert list(checkpoints.steps()) == [5, 7]
 
 
 def test_the_log_of_rounds_drops_what_is_repeated(tmp_path):
@@ -338,6 +379,27 @@ def test_the_log_of_rounds_drops_what_is_repeated(tmp_path):
 
 
 # ---- refused
+
+
+def test_held_out_rows_rendered_otherwise(overrides, store, tmp_path):
+    """They are asked in another way than training's: acceptance would be of other prompts."""
+    shutil.copytree(store, tmp_path / "store")
+    own = {"template_sha256": "ab", "settings": {"enable_thinking": False}, "date": "2026-01-01"}
+    for folder, change in (("", {}), ("validation", {"date": "2026-01-02"})):
+        file = tmp_path / "store" / folder / "meta.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"rendering": own | change}))
+    job = ["roles.layout=colocated", "evaluate.every=2", f"data.store={tmp_path / 'store'}"]
+    assert blueprint(overrides, tmp_path / "run", *job).stream.rounds
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"rendering": own | {"settings": {}}})
+    )
+    with pytest.raises(
+        InputError, match=r"another settings than .* \(\{\} against .*prepare it alike"
+    ):
+        blueprint(overrides, tmp_path / "run", *job)
+    same = [*job, f"evaluate.store={tmp_path / 'store'}"]
+    notes = blueprint(overrides, tmp_path / "run", *same).notes
+    assert notes == ["evaluate.store holds the rows that are trained on"]
 
 
 def test_held_out_rows_that_do_not_fit(overrides, store, tmp_path):

@@ -63,6 +63,18 @@ def test_a_gate_that_could_never_be_left_is_refused():
     assert "accuracy/position_04" not in known
 
 
+def test_a_gate_after_the_end_is_told():
+    bounds = [
+        {"below": 1.0, "step": 50},
+        {"not_below": 1.0, "step": 50},
+        {"below": 1.0, "step": 49},
+    ]
+    gates = Gates([GateConfig("loss", **bound) for bound in bounds], KNOWN)
+    assert gates.idle({"loss": 49, "eval/acceptance_length": 40}) == [
+        "gate loss from step 50 cannot be left: this run has that metric up to step 49"
+    ]
+
+
 # ---- in a run
 
 
