@@ -14,6 +14,8 @@ from typing import Any
 
 import dflashdist
 from dflashdist.commands import (
+    DTYPES,
+    FORMATS,
     run_evaluate,
     run_export,
     run_plan,
@@ -65,8 +67,16 @@ evaluate.temperature=1 drafts are taken by rejection sampling. Prompts: a file o
 token store (its validation part), or builtin; tasks: gsm8k, math500, humaneval, mbpp, mtbench,
 alpaca, as published, from your own copies.""",
     "export": """examples:
-  dflashdist export runs/demo/checkpoints/best drafter --target Qwen/Qwen3-8B --report report.json
-  dflashdist export runs/demo/checkpoints/step_00001000 drafter --ema --format speculators""",
+  dflashdist evaluate runs/qwen3-8b/checkpoints/step_00010000 conf/qwen3-8b.yaml \\
+      evaluate.prompts=builtin --json >report.json
+  dflashdist export runs/qwen3-8b/checkpoints/step_00010000 drafter --target Qwen/Qwen3-8B \\
+      --report report.json
+  dflashdist export runs/qwen3-8b/checkpoints/step_00010000 drafter-spec --format speculators \\
+      --ema                         the average of the weights, of a run with optim.ema set
+
+--target says which name the card gives, where training read a local folder. A target that is a
+folder here or in the hub's cache is held to the drafter. --report is taken of these weights alone,
+whatever folder they were measured in: for --ema, evaluate the folder ema in the checkpoint.""",
 }
 
 
@@ -172,10 +182,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's or drafter's folder")
     sub.add_argument("out", metavar="OUT", help="the folder to write")
     sub.set_defaults(overrides=[])
-    sub.add_argument(
-        "--format", choices=("hf", "speculators"), default="hf", help="hf: vLLM, SGLang, dflash"
-    )
-    sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    sub.add_argument("--format", choices=FORMATS, default="hf", help="hf: vLLM, SGLang, dflash")
+    sub.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights")
     sub.add_argument("--ema", action="store_true", help="the average of the weights (optim.ema)")
     sub.add_argument("--report", metavar="FILE", help="of `evaluate --json`, for the model card")
     sub.add_argument("--target", help="the target's name [as training named it]")

@@ -18,7 +18,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["prepare", "plan", "train", "evaluate"])
+@pytest.mark.parametrize("command", ["prepare", "plan", "train", "evaluate", "export"])
 def test_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
@@ -101,3 +101,79 @@ def test_train_refuses_before_anything_is_loaded(tmp_path, lengths):
     assert result.returncode == 2
     assert result.stderr.strip().startswith("dflashdist train: data.store is not set")
     assert "transformers" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("item", "key", "value"),
+    [
+        ("gates_stop=true", "gates_stop", True),
+        ("seed=7", "seed", 7),
+        ("optim.lr=1e-3", "optim.lr", 1e-3),
+        ("gates=[{metric: loss, below: 3.0, step: 5}]", "gates", None),
+    ],
+)
+def test_overrides_are_told_from_sources(item, key, value):
+    """Every known key, whether it has a dot or not."""
+    from dflashdist.commands import sort_out
+    from dflashdist.config import value_of
+
+    config, others = sort_out(["checkpoints/lr=1e-3", item, "conf/demo.yaml"], [])
+    assert others == ["checkpoints/lr=1e-3"]
+    assert value_of(config, key) == value or config.gates[0].below == 3.0
+
+
+def test_every_known_key_is_an_override():
+    from dflashdist.commands import OVERRIDE
+    from dflashdist.config import known_keys
+
+    assert all(OVERRIDE.match(f"{key}=1") for key in known_keys())
+    assert not OVERRIDE.match("runs/seed=1") and not OVERRIDE.match("my_seed=1")
+
+
+@pytest.fixture
+def drafter(tmp_path, tiny_target):
+    """An untrained one, as another trainer would publish it."""
+    from dflashdist.config import DrafterConfig
+    from dflashdist.model.drafter import Drafter, save_drafter
+    from dflashdist.model.shape import DrafterShape, read_target_config
+
+    settings = DrafterConfig(num_layers=1, block_size=4, target_layer_ids=[1])
+    drafter = Drafter(DrafterShape.from_target(read_target_config(tiny_target), 200, settings))
+    drafter.reset_parameters("fan_in", seed=0)
+    save_drafter(tmp_path / "drafter", drafter)
+    return str(tmp_path / "drafter")
+
+
+def test_export(drafter, tiny_target, tmp_path, capsys):
+    """From evaluate's report to a folder; and the ways in which it is refused."""
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "w5"}]})
+    )
+    asked = [f"target.path={tiny_target}", f"evaluate.prompts={tmp_path / 'rows.jsonl'}"]
+    asked += ["evaluate.max_new_tokens=3", "train.device=cpu", "gates_stop=true"]
+    assert main(["evaluate", drafter, *asked, "--json"]) == 0
+    report = tmp_path / "report.json"
+    report.write_text(capsys.readouterr().out)
+    out = str(tmp_path / "out")
+    arguments = ["export", drafter, out, "--target", tiny_target, "--report", str(report)]
+    assert main([*arguments, "--dtype", "float16"]) == 0
+    assert capsys.readouterr().out == f"{out}: README.md, config.json, model.safetensors\n"
+    card = (tmp_path / "out/README.md").read_text()
+    assert "| acceptance length, pooled |" in card and f"vllm serve {tiny_target}" in card
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float16"
+    assert "--overwrite" in refused(capsys, *arguments)
+    assert main([*arguments, "--overwrite", "--format", "speculators"]) == 0
+    capsys.readouterr()
+    assert "speculators layout" in refused(capsys, "export", out, f"{out}2")
+    assert "which target" in refused(capsys, "export", drafter, f"{out}2")
+    assert "takes no overrides" in refused(capsys, "export", drafter, f"{out}2", "seed=1")
+    with pytest.raises(SystemExit) as end:
+        main(["export", drafter, f"{out}2", "--dtype", "int8"])
+    assert end.value.code == 2 and "invalid choice: 'int8'" in capsys.readouterr().err
+    assert not (tmp_path / "out2").exists()
+
+
+def test_export_warns_in_one_line(drafter, tmp_path):
+    result = run("export", drafter, str(tmp_path / "out"), "--target", "owner/name")
+    assert result.returncode == 0
+    assert result.stderr == "not checked: owner/name is not in the hub's cache\n"

@@ -4,11 +4,13 @@
     OUT/config.json         what the readers of the layout look for, and `dflashdist`: target,
                             training, rendering, which they pass over
     OUT/README.md           the model card
+    OUT/chat_template.jinja where training used a template that is not the target's own
 
 Two layouts: `hf`, the published one, which vLLM, SGLang and the package `dflash` load, and
 `speculators`, of the library of that name. Our own loader reads `hf`.
 
-Written aside and renamed: what carries the name is complete.
+Written aside and renamed, the one before moved aside meanwhile: what carries the name is complete,
+and whatever kills the export, an old or a new folder is.
 """
 
 import json
@@ -23,16 +25,17 @@ import torch
 import dflashdist
 from dflashdist.config import InputError
 from dflashdist.data.shards import sync
-from dflashdist.export.card import model_card, read_report
+from dflashdist.export import DTYPES, FORMATS
+from dflashdist.export.card import model_card
+from dflashdist.export.measured import read_report
 from dflashdist.export.origin import Origin, read_origin
 from dflashdist.export.speculators import speculators_config
 from dflashdist.model.drafter import Drafter, save_drafter
+from dflashdist.model.record import OWN, TEMPLATE
 
 log = logging.getLogger(__name__)
 
-FORMATS = ("hf", "speculators")
-DTYPES = ("bfloat16", "float16", "float32")
-OWN = "dflashdist"  # our key in config.json
+WRITTEN = ("config.json", "model.safetensors", "README.md", TEMPLATE)
 
 
 def export_drafter(
@@ -53,7 +56,7 @@ def export_drafter(
         checkpoint: a checkpoint's folder, or any folder that `load_drafter` reads.
         format: "hf" or "speculators". dtype: of the tensors, rounded from float32.
         ema: the averaged weights that optim.ema kept.
-        report: a file of `dflashdist evaluate --json` on this checkpoint, for the model card.
+        report: a file of `dflashdist evaluate --json` on these weights, for the model card.
         target, revision: named in the folder, by default as training named them.
         overwrite: replace an export that is there.
 
@@ -64,28 +67,36 @@ def export_drafter(
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r}: one of {', '.join(DTYPES)}")
     place = Path(out).expanduser().resolve()
+    _restore(place)
     _check_place(place, overwrite)
     origin = read_origin(checkpoint, ema=ema, target=target, revision=revision)
     _check_finite(origin.drafter, dtype, origin.folder)
-    measured = read_report(report, origin.folder) if report else None
+    measured = read_report(report, origin.drafter, origin.folder) if report else None
     shape = origin.drafter.shape
     if shape.num_target_layers - 1 in shape.target_layer_ids:
         log.warning(
             "it reads the target's last layer before the final norm, which not every server gives"
         )
+    if not origin.own_template and origin.template is None:
+        log.warning(
+            "the chat template that training used, %s (sha256 %s), is not at hand: add it to the "
+            "folder as %s",
+            origin.rendering.get("template"),
+            origin.rendering.get("template_sha256"),
+            TEMPLATE,
+        )
     config = exported_config(origin, format, dtype)
     card = model_card(place.name, origin, layout=format, dtype=dtype, report=measured)
-    aside = place.with_name(f".{place.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = _aside(place)
+    _clean(place)
     save_drafter(aside, origin.drafter, dtype)
     (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (aside / "README.md").write_text(card)
+    (aside / "README.md").write_text(card, encoding="utf-8")
+    if origin.template is not None:
+        (aside / TEMPLATE).write_bytes(origin.template)
     for path in [*aside.iterdir(), aside]:
         sync(path)
-    if place.exists():
-        shutil.rmtree(place)
-    os.rename(aside, place)
-    sync(place.parent)
+    _swap(aside, place)
     return place
 
 
@@ -93,7 +104,7 @@ def exported_config(origin: Origin, format: str, dtype: str) -> dict[str, Any]:
     """config.json: the layout's keys, and `dflashdist` with where the drafter comes from."""
     shape = origin.drafter.shape
     if format == "speculators":
-        config = speculators_config(shape, dtype, origin.target, origin.revision)
+        config = speculators_config(shape, dtype, origin.target)
     else:
         config = shape.to_config(dtype)
         # Readers of newer published folders look for it here, those of older ones at the top.
@@ -101,11 +112,53 @@ def exported_config(origin: Origin, format: str, dtype: str) -> dict[str, Any]:
     return config | {OWN: {"version": dflashdist.__version__} | origin.facts()}
 
 
+def _aside(place: Path) -> Path:
+    """Where what is not complete lies."""
+    return place.with_name(f".{place.name}.partial")
+
+
+def _old(place: Path) -> Path:
+    """Where the replaced folder lies, complete, until the new one has the name."""
+    return place.with_name(f".{place.name}.old.partial")
+
+
+def _restore(place: Path) -> None:
+    """Give the name back to a folder that a killed export had moved aside."""
+    if _old(place).is_dir() and not _taken(place):
+        os.replace(_old(place), place)
+
+
+def _clean(place: Path) -> None:
+    """Remove what a killed export left, beside a complete folder of the name."""
+    aside, old = _aside(place), _old(place)
+    shutil.rmtree(aside, ignore_errors=True)
+    if old.is_dir():  # restored already where nothing has the name
+        os.replace(old, aside)
+        shutil.rmtree(aside)
+
+
+def _swap(aside: Path, place: Path) -> None:
+    """Give the name to the new folder, and remove the one that had it."""
+    old = _old(place)
+    if _taken(place):
+        os.replace(place, old)
+    os.replace(aside, place)
+    sync(place.parent)
+    if old.is_dir():
+        os.replace(old, aside)
+        shutil.rmtree(aside)
+
+
+def _taken(place: Path) -> bool:
+    """Whether anything but an empty folder has the name."""
+    return place.exists() and not (place.is_dir() and not any(place.iterdir()))
+
+
 def _check_place(place: Path, overwrite: bool) -> None:
     """Refuse to replace anything but an earlier export. Raises InputError."""
     if not place.parent.is_dir():
         raise InputError(f"{place.parent}: no such folder")
-    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+    if not _taken(place):
         return
     try:
         ours = OWN in json.loads((place / "config.json").read_text())
@@ -115,6 +168,12 @@ def _check_place(place: Path, overwrite: bool) -> None:
         raise InputError(f"{place} is there and is no export: name another folder")
     if not overwrite:
         raise InputError(f"{place} is there: name another folder, or replace it with --overwrite")
+    more = sorted(path.name for path in place.iterdir() if path.name not in WRITTEN)
+    if more:
+        raise InputError(
+            f"{place} holds what no export wrote ({', '.join(more[:5])}): move it, or name another "
+            "folder"
+        )
 
 
 def _check_finite(drafter: Drafter, dtype: str, folder: Path) -> None:

@@ -5,12 +5,10 @@ reads embedding and head from the target that the file names. Its training code 
 layer a slightly wider window (all keys from anchor - window on) than its servers and we do.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 from dflashdist.config import InputError
-from dflashdist.export.origin import is_hub_name
+from dflashdist.export.target import NamedTarget, architectures
 from dflashdist.model.drafting import num_drafts
 from dflashdist.model.shape import FULL, PARTS, DrafterShape
 
@@ -31,17 +29,15 @@ _LAYERS = (
 )  # fmt: skip
 
 
-def speculators_config(
-    shape: DrafterShape, dtype: str, target: str, revision: str | None
-) -> dict[str, Any]:
+def speculators_config(shape: DrafterShape, dtype: str, target: NamedTarget) -> dict[str, Any]:
     """The config.json of a drafter in this layout.
 
     Args:
         dtype: of model.safetensors, e.g. "bfloat16".
-        target, revision: the layout calls it the verifier. Its architecture is noted where its
-            config.json is on this machine.
+        target: the layout calls it the verifier. Its architecture is noted where its config.json
+            is on this machine.
 
-    Raises InputError for layers that the layout cannot describe.
+    Raises InputError for layers that the layout's readers would see otherwise.
     """
     _check_layers(shape)
     layers = shape.to_config(dtype)
@@ -61,8 +57,8 @@ def speculators_config(
                 }
             ],
             "verifier": {
-                "name_or_path": target,
-                "architectures": _architectures(target, revision),
+                "name_or_path": target.name,
+                "architectures": architectures(target),
             },
         },
         "transformer_layer_config": {key: layers[key] for key in _LAYERS if key in layers},
@@ -92,18 +88,7 @@ def _check_layers(shape: DrafterShape) -> None:
     causal = [shape.sight(i).causal for i in range(shape.num_layers)]
     if any(causal) and (FULL in types or not all(causal)):
         raise InputError(
-            "the speculators layout cannot describe full_attention layers that are causal, or lie "
-            "beside causal ones: take --format hf"
+            "the drafter's layers are causal in part, or full and causal: of the speculators "
+            "layout vLLM reads one causality for all layers, and the library has no causal full "
+            "ones; take --format hf"
         )
-
-
-def _architectures(target: str, revision: str | None) -> list[str]:
-    """Of a folder or of what the hub's cache holds: nothing is fetched, and no loader needs it."""
-    from huggingface_hub import try_to_load_from_cache
-
-    file: Any = Path(target).expanduser() / "config.json"
-    if not file.is_file() and is_hub_name(target):
-        file = try_to_load_from_cache(target, "config.json", revision=revision)
-    if not isinstance(file, (str, Path)) or not Path(file).is_file():
-        return []
-    return list(json.loads(Path(file).read_text()).get("architectures") or [])

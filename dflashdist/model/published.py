@@ -15,7 +15,6 @@ from dflashdist.model.shape import (
     default_layer_ids,
     layer_types,
     need,
-    rope_theta,
 )
 
 ARCHITECTURES = {
@@ -91,8 +90,13 @@ def read_config(config: dict[str, Any]) -> DrafterShape:
     What concerns drafting is read from `dflash_config`, else from the top level.
 
     Raises InputError where the folder is no DFlash drafter, or one of a kind not supported
-    (scaled RoPE, biases, scaled or capped logits, another Markov head).
+    (scaled RoPE, biases, scaled or capped logits, another Markov head, the speculators layout).
     """
+    if "speculators_model_type" in config:
+        raise InputError(
+            "config.json is of the speculators layout, which is not read: export the drafter "
+            "again with --format hf"
+        )
     extra = config | (config.get("dflash_config") or {})
     if "mask_token_id" not in extra or "block_size" not in extra:
         missing = "block_size" if "mask_token_id" in extra else "dflash_config.mask_token_id"
@@ -106,6 +110,8 @@ def read_config(config: dict[str, Any]) -> DrafterShape:
     num_layers = need(config, "num_hidden_layers")
     num_target_layers = need(config, "num_target_layers")
     ids = extra.get("target_layer_ids") or default_layer_ids(num_target_layers, num_layers)
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise InputError(f"config.json has target_layer_ids {ids}: not a list of layer numbers")
     parts: dict[str, Any] = {
         key: need(extra, key) for key in PARTS[variant] if key != "confidence_head"
     }
@@ -120,7 +126,7 @@ def read_config(config: dict[str, Any]) -> DrafterShape:
         head_dim=config.get("head_dim") or need(config, "hidden_size") // heads,
         vocab_size=need(config, "vocab_size"),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=rope_theta(config),
+        rope_theta=_rope_theta(config),
         max_position_embeddings=int(config.get("max_position_embeddings", 40960)),
         block_size=int(extra["block_size"]),
         mask_token_id=int(extra["mask_token_id"]),
@@ -145,11 +151,31 @@ def _variant(config: dict[str, Any]) -> str:
     return names[name]
 
 
+def _rope_theta(config: dict[str, Any]) -> float:
+    """The one theta of all layers; kinds of layers may have a set of parameters each.
+
+    Raises InputError for scaled positions, and for sets that differ in theta.
+    """
+    sets: list[dict[str, Any]] = []
+    for key in ("rope_scaling", "rope_parameters"):
+        told = config.get(key) or {}
+        if not isinstance(told, dict):
+            raise InputError(f"config.json has {key} {told}: not a set of parameters")
+        sets += [one for one in told.values() if isinstance(one, dict)] or [told]
+    for one in sets:
+        if one.get("rope_type", one.get("type", "default")) != "default":
+            raise InputError(f"drafter RoPE {one}: only the default kind is supported")
+    thetas = {float(one["rope_theta"]) for one in sets if one.get("rope_theta")}
+    if len(thetas) > 1:
+        raise InputError(
+            f"drafter RoPE with several rope_theta ({', '.join(f'{t:g}' for t in sorted(thetas))}):"
+            " only one for all layers is supported"
+        )
+    return thetas.pop() if thetas else float(config.get("rope_theta") or 10000.0)
+
+
 def _check_readable(config: dict[str, Any], extra: dict[str, Any], variant: str) -> None:
     """Refuse what another trainer's folder may ask for and this drafter does not do."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if scaling.get("rope_type", scaling.get("type", "default")) != "default":
-        raise InputError(f"drafter RoPE {scaling}: only the default kind is supported")
     if config.get("attention_bias") or config.get("hidden_act", "silu") != "silu":
         raise InputError(
             "drafter with attention_bias or an activation other than silu: unsupported"

@@ -3,49 +3,17 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from exported import RENDERING, card_of, config_of, python_of
 from ranks import Ranks, train_overrides
 from run_folder import assert_same_bits, weights
 from safetensors.torch import load_file, save_file
 
-from dflashdist.config import EvaluateConfig, InputError
+from dflashdist.config import InputError
 from dflashdist.export.folder import export_drafter
 from dflashdist.model.drafter import Drafter, load_drafter, save_drafter
-
-RENDERING = {
-    "template": "own", "template_sha256": "ab12", "settings": {"enable_thinking": False},
-    "date": None,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def overrides(tiny_target, tiny_store) -> list[str]:
-    return [
-        f"data.store={tiny_store}", f"target.path={tiny_target}", "data.max_length=200",
-        "schedule.max_tokens=400", "schedule.max_anchors=32", "schedule.num_buckets=4",
-        "schedule.grid=8", "schedule.sort_block=2", "drafter.num_layers=2", "drafter.block_size=4",
-        "drafter.num_anchors=8", "drafter.target_layer_ids=[1,3]", "optim.lr=3e-2",
-        "train.device=cpu", "train.accumulation_steps=2", "roles.layout=colocated",
-    ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, overrides) -> Path:
-    """Two steps of training with an average of the weights; with the rendering of its store."""
-    folder = tmp_path_factory.mktemp("run")
-    more = [f"run.dir={folder}", "train.max_steps=2", "checkpoint.every=2", "optim.ema=0.5"]
-    Ranks(1, train_overrides, [*overrides, *more]).results()
-    place = folder / "checkpoints/step_00000002"
-    state = json.loads((place / "trainer/state.json").read_text())
-    (place / "trainer/state.json").write_text(json.dumps(state | {"rendering": RENDERING}))
-    return place
-
-
-def config_of(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -101,70 +69,63 @@ def test_training_goes_on_from_an_export(checkpoint, overrides, tmp_path):
     assert not torch.equal(weights(tmp_path / "next", 1)["fc.weight"], first["fc.weight"])
 
 
-def test_card_shows_what_was_measured(checkpoint, tiny_target, tmp_path):
-    from dflashdist.eval.acceptance import evaluate_drafters
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_card_runs_as_it_stands(checkpoint, tiny_target, tmp_path, monkeypatch, capsys, at_hand):
+    """Its Python, on a CPU: the answer is the target's own, up to a token that ends turns only by
+    the tokenizer's word."""
+    pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    rows = [{"messages": [{"role": "user", "content": f"w{i} w{i + 3}"}]} for i in range(6)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    both = [checkpoint, checkpoint / "ema"]
-    settings = EvaluateConfig(max_new_tokens=12)
-    reports = evaluate_drafters(both, tiny_target, tmp_path / "rows.jsonl", settings, "cpu")
-    (tmp_path / "report.json").write_text(json.dumps(reports))
-    out = export_drafter(checkpoint, tmp_path / "out", report=tmp_path / "report.json", ema=True)
-    card, one = (out / "README.md").read_text(), reports[1]["all"]
-    low, high = one["acceptance_length_interval"]
-    shown = f"{one['acceptance_length']:.2f} [{low:.2f}, {high:.2f}]"
-    assert f"| acceptance length, pooled | {shown} |" in card
-    assert f"| answers | {one['num_answers']} | {reports[1]['clean']['num_answers']} |" in card
-    assert f"| draft 3 accepted | {one['position_acceptance'][2]:.2f} [" in card
-    assert "greedy, at most 12 new tokens, float32 on cpu" in card
-    # A report of other weights, or of none at all, is no measurement of this drafter.
-    (tmp_path / "raw.json").write_text(json.dumps(reports[0]))
-    (tmp_path / "odd.json").write_text("[1]")
-    for name, fault in (("raw", "measured of"), ("odd", "not a report"), ("none", "not a report")):
-        with pytest.raises(InputError, match=fault):
-            export_drafter(checkpoint, tmp_path / "bad", report=tmp_path / f"{name}.json", ema=True)
-    # Measured elsewhere, where the run's folder had another name.
-    (tmp_path / "far.json").write_text(
-        json.dumps(reports[0] | {"checkpoint": "/elsewhere/checkpoints/step_00000002"})
-    )
-    export_drafter(checkpoint, tmp_path / "far", report=tmp_path / "far.json")
-    assert "## Measured" in (tmp_path / "far/README.md").read_text()
-
-
-def test_card_runs_as_it_stands(checkpoint, tiny_target, tmp_path, monkeypatch, capsys):
-    """Its Python, on a CPU: the answer is the target's own."""
-    pytest.importorskip("dflash.model", reason="the package dflash (extra `dev`) is not installed")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    out = export_drafter(checkpoint, tmp_path / "drafter", dtype="float32")
-    monkeypatch.chdir(tmp_path)
-    code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    exec(code.replace('"cuda"', '"cpu"').replace('"Hello"', '"w5 w6"'), {})
-    answer = capsys.readouterr().out.strip()
-    target = AutoModelForCausalLM.from_pretrained(tiny_target)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    folder = tmp_path / "target"  # of the same sizes, and not of one word alone
+    shutil.copytree(tiny_target, folder)
+    config = Qwen3Config.from_pretrained(folder, initializer_range=0.3, tie_word_embeddings=False)
+    torch.manual_seed(2)
+    target = Qwen3ForCausalLM(config).eval()
+    target.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = [{"role": "user", "content": "w5 w6"}]
     text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    plain = target.generate(ids, max_new_tokens=64, do_sample=False)
-    assert answer == tokenizer.decode(plain[0, ids.shape[1] :]).strip()
+    plain = target.generate(ids, max_new_tokens=64, do_sample=False)[0, ids.shape[1] :].tolist()
+    end = next(token for token in plain[3:] if token not in plain[:3] and 2 < token < 200)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"eos_token": tokenizer.convert_ids_to_tokens(end), "pad_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    source = export_drafter(checkpoint, tmp_path / "source", dtype="float32")
+    told = config_of(source)
+    told["dflashdist"]["target"]["fingerprint"] = None
+    (source / "config.json").write_text(json.dumps(told))
+    name = str(folder) if at_hand else "owner/name"
+    out = export_drafter(source, tmp_path / "drafter", dtype="float32", target=name)
+    code = python_of(out)
+    assert (f"stop = [{end}]" in code) == at_hand
+    assert code.count(f'"{name}"') == 2 and code.count("'enable_thinking': False") == 1
+    monkeypatch.chdir(tmp_path)
+    code = code.replace("owner/name", str(folder))
+    exec(code.replace('"cuda"', '"cpu"').replace('"Hello"', '"w5 w6"'), {})
+    answer = capsys.readouterr().out.strip()
+    assert answer == tokenizer.decode(plain[: plain.index(end) + 1]).strip()
 
 
-def test_existing_folders_are_kept(checkpoint, tmp_path):
-    out = export_drafter(checkpoint, tmp_path / "out")
-    with pytest.raises(InputError, match="--overwrite"):
-        export_drafter(checkpoint, out)
-    export_drafter(checkpoint, out, dtype="float32", overwrite=True)
-    assert config_of(out)["dtype"] == "float32"
-    before = sorted(path.name for path in checkpoint.iterdir())
-    with pytest.raises(InputError, match="no export"):
-        export_drafter(checkpoint, checkpoint, overwrite=True)
-    assert sorted(path.name for path in checkpoint.iterdir()) == before
-    (tmp_path / "mine").mkdir()
-    export_drafter(checkpoint, tmp_path / "mine")  # empty
-    with pytest.raises(InputError, match="no such folder"):
-        export_drafter(checkpoint, tmp_path / "a/b")
+@pytest.mark.parametrize("variant", ["dflash2", "dspark"])
+def test_training_goes_on_from_a_variants_export(overrides, tmp_path, variant):
+    """Round trip: one step, export, one step from there; no part of the variant starts anew."""
+    small = {
+        "dflash2": ["conv_group_size=8", "selector_rank=4", "selector_top_k=4"],
+        "dspark": ["markov_rank=4"],
+    }[variant]
+    more = [*overrides, f"drafter.variant={variant}", *(f"drafter.{item}" for item in small)]
+    more += ["train.max_steps=1", "checkpoint.at_start=true"]
+    Ranks(1, train_overrides, [*more, f"run.dir={tmp_path / 'one'}"]).results()
+    one = tmp_path / "one/checkpoints/step_00000001"
+    out = export_drafter(one, tmp_path / "out", dtype="float32")
+    more += [f"run.dir={tmp_path / 'two'}", f"drafter.init_from={out}"]
+    Ranks(1, train_overrides, more).results()
+    first, after = weights(tmp_path / "two", 0), weights(tmp_path / "two", 1)
+    assert_same_bits(first, weights(tmp_path / "one", 1))
+    parts = {"dflash2": ("candidate_selector", "attention_conv"), "dspark": ("markov_head",)}
+    for part in parts[variant]:
+        assert any(not torch.equal(after[name], first[name]) for name in first if part in name)
 
 
 def test_refusals(checkpoint, tiny_target, tmp_path):
@@ -189,8 +150,10 @@ def test_refusals(checkpoint, tiny_target, tmp_path):
     export_drafter(plain, tmp_path / "fine", target="owner/name", revision="abc")
     own = config_of(tmp_path / "fine")["dflashdist"]
     assert own["target"] == {"name": "owner/name", "revision": "abc", "fingerprint": None}
-    card = (tmp_path / "fine/README.md").read_text()
+    card = card_of(tmp_path / "fine")
     assert "base_model: owner/name" in card and "vllm serve owner/name --revision abc" in card
+    assert "--model-path owner/name --revision abc" in card
+    assert python_of(tmp_path / "fine").count('"owner/name", revision="abc"') == 2
 
 
 def test_wrong_target_and_broken_weights(checkpoint, tiny_target, tmp_path):

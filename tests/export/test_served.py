@@ -4,6 +4,7 @@ The lists follow vllm/model_executor/models/qwen3_dflash.py and qwen3_dspark.py,
 sglang/srt/models/dflash.py with srt/speculative/dflash_utils.py, of August 2026.
 """
 
+import ast
 import json
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from dflashdist.model.drafter import load_drafter, save_drafter
 from dflashdist.model.drafting import num_drafts
 from dflashdist.model.shape import FULL, SLIDING, DrafterShape
 
+PACKAGE_FIX = "pip install --no-deps dflash==0.1.0"
 PACKAGE = [name for name in CHANGES if name != "dspark"]  # the variants that dflash 0.1 has
 
 
@@ -47,9 +49,7 @@ def exported(model, tmp_path):
 
 def in_package(folder, shape):
     """The drafter as the package dflash loads it; every name must be found."""
-    dflash = pytest.importorskip(
-        "dflash.model", reason="the package dflash (extra `dev`) is not installed"
-    )
+    dflash = pytest.importorskip("dflash.model", reason=PACKAGE_FIX)
     two = shape.variant == "dflash2"
     kind = dflash.DFlash2DraftModel if two else dflash.DFlashDraftModel
     loaded, found = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
@@ -85,15 +85,12 @@ def test_logits_are_those_of_the_package(exported, name):
 @pytest.mark.parametrize("name", PACKAGE)
 def test_package_decodes_as_we_do(exported, model, name):
     """dflash_generate of the export: the target's own greedy output, by passes as ours."""
-    dflash = pytest.importorskip(
-        "dflash.model", reason="the package dflash (extra `dev`) is not installed"
-    )
+    dflash = pytest.importorskip("dflash.model", reason=PACKAGE_FIX)
     drafter, out = exported(name)
     theirs = in_package(out, drafter.shape)
     prompts = [[first % 7, 3, 5, first % 3, 2, 6, 1][: 3 + first % 5] for first in range(5)]
     target = CachedTarget(model, drafter.shape.target_layer_ids)
     answers, _ = decode_speculative(target, load_drafter(out).eval(), prompts, Rule(24, (0,)))
-    target.close()
     longest = 0
     for prompt, ours in zip(prompts, answers, strict=True):
         starts: list[int] = []  # of the passes' blocks, after the prefill's 0
@@ -221,8 +218,11 @@ def test_vllm_reads(exported, name):
         "method": method, "model": "./out", "num_speculative_tokens": drafts
     }  # fmt: skip
     assert drafts == num_drafts(shape)
-    mixed = len(set(types)) > 1
-    assert ("VLLM_USE_V2_MODEL_RUNNER=1" in (out / "README.md").read_text()) == mixed
+    card = (out / "README.md").read_text()
+    runner = len(set(types)) > 1 or shape.variant == "dflash2"
+    assert ("VLLM_USE_V2_MODEL_RUNNER=1 vllm serve owner/name" in card) == runner
+    since = {"dflash": "vLLM 0.20 or newer", "dflash2": "#52816", "dspark": "#46995"}
+    assert since[shape.variant] in card and "--chat-template" not in card
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -240,7 +240,7 @@ def test_sglang_reads(exported, name):
         assert config["sliding_window"] == drafter.shape.sliding_window
         assert config["use_sliding_window"] is True
     assert config["rope_theta"] == 5e5 and config["rope_scaling"] is None
-    assert not config.get("is_neox_style") and config["intermediate_size"] == 64
+    assert config.get("is_neox_style", True) and config["intermediate_size"] == 64
     width = (config["num_attention_heads"] * config["head_dim"], 32)
     assert found.shapes["layers.0.self_attn.q_proj.weight"] == width
     card = (out / "README.md").read_text()
@@ -248,6 +248,10 @@ def test_sglang_reads(exported, name):
     assert ("--speculative-algorithm DSPARK" in card) == dspark
     assert ("--speculative-num-draft-tokens 5" in card) != dspark
     assert ("--speculative-dspark-block-size 5" in card) == dspark
+    noted = "Not every version of SGLang reads `is_causal`" in card
+    assert noted == ("is_causal" in config) == (drafter.shape.is_causal is not None)
+    since = {"dflash": "#22077", "dflash2": "#35371", "dspark": "#30261"}
+    assert f"SGLang with pull request {since[drafter.shape.variant]}" in card
 
 
 def test_older_and_newer_transformers_read_one_rope(exported):
@@ -257,6 +261,24 @@ def test_older_and_newer_transformers_read_one_rope(exported):
     _, out = exported("dflash")
     assert AutoConfig.from_pretrained(out).rope_parameters["rope_theta"] == 5e5
     assert "auto_map" not in json.loads((out / "config.json").read_text())
+
+
+def test_names_are_quoted(exported, tmp_path):
+    """In the shell's way and in Python's, whatever a target is called."""
+    odd = tmp_path / 'a "b" c'
+    odd.mkdir()
+    target_of_few_words().save_pretrained(odd)
+    _, out = exported("dflash", target=str(odd), revision='x"y')
+    card = (out / "README.md").read_text()
+    assert f"vllm serve '{odd}' --revision 'x\"y' " in card
+    assert f"--model-path '{odd}' --revision 'x\"y' " in card
+    code = card.split("```python\n")[1].split("```")[0]
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    names = ("AutoModelForCausalLM.from_pretrained", "AutoTokenizer.from_pretrained")
+    read = [call for call in calls if ast.unparse(call.func) in names]
+    assert [ast.literal_eval(call.args[0]) for call in read] == [str(odd)] * 2
+    revisions = [key.value for call in read for key in call.keywords if key.arg == "revision"]
+    assert [ast.literal_eval(one) for one in revisions] == ['x"y'] * 2
 
 
 def test_reading_the_last_layer_is_warned_of(model, tmp_path, caplog):

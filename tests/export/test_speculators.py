@@ -1,6 +1,7 @@
 """The layout `speculators`: its keys, and that the library computes the same from it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,24 +10,24 @@ from variants import CHANGES, variant_drafter
 from dflashdist.config import DrafterConfig, InputError
 from dflashdist.export.folder import export_drafter
 from dflashdist.model.blocks import block_ids
-from dflashdist.model.drafter import save_drafter
-from dflashdist.model.shape import DrafterShape, read_target_config
+from dflashdist.model.drafter import Drafter, save_drafter
+from dflashdist.model.shape import FULL, SLIDING, DrafterShape, read_target_config
 
-# What the layout cannot say: full layers beside causal ones, or causal themselves.
+# What its readers would see otherwise: full layers beside causal ones, or causal themselves.
 REFUSED = {"one sliding layer", "causal", "causal sliding"}
 SAID = [name for name in CHANGES if name not in REFUSED]
 
 
 @pytest.fixture
 def exported(tiny_target, tmp_path):
-    def export(name: str):
+    def export(name: str, **options):
         settings = DrafterConfig(num_layers=2, block_size=4, target_layer_ids=[1, 3])
         shape = DrafterShape.from_target(read_target_config(tiny_target), 200, settings)
         drafter = variant_drafter(shape, name)
         save_drafter(tmp_path / "source", drafter, "float32")
         out = export_drafter(
             tmp_path / "source", tmp_path / "out", format="speculators", dtype="float32",
-            target=tiny_target,
+            **{"target": tiny_target} | options,
         )  # fmt: skip
         return drafter, out
 
@@ -42,6 +43,10 @@ def test_keys(exported, tiny_target, name):
     assert config["mask_token_id"] == 200 and config["block_size"] == 4
     assert config["draft_vocab_size"] == config["transformer_layer_config"]["vocab_size"] == 208
     told = config["speculators_config"]
+    assert told["algorithm"] == config["speculators_model_type"]
+    names = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel",
+             "dspark": "DSparkDraftModel"}  # fmt: skip
+    assert config["architectures"] == [names[shape.variant]]
     assert told["verifier"] == {
         "name_or_path": tiny_target, "architectures": ["Qwen3ForCausalLM"]
     }  # fmt: skip
@@ -58,18 +63,43 @@ def test_keys(exported, tiny_target, name):
     assert config["dflashdist"]["target"]["name"] == tiny_target
 
 
+@pytest.mark.parametrize("name", SAID)
+def test_command(exported, name):
+    """Of vLLM, which finds the target in config.json, though not its revision."""
+    drafter, out = exported(name, target="owner/name", revision="abc")
+    card = (out / "README.md").read_text()
+    served = drafter.shape.variant != "dflash2"  # vLLM reads it in the other layout only
+    command = "vllm serve ./out --revision abc --attention-backend flash_attn\n"
+    assert (command in card) == served and ("vllm serve" in card) == served
+    assert ("in the layout `hf` only" in card) != served
+    assert ("`--revision` is the target's" in card) == served
+    assert "sglang" not in card and "```python" not in card
+
+
+def test_layers_of_two_kinds_need_vllms_newer_runner(exported, tmp_path):
+    drafter, _ = exported("dflash")
+    kinds = {"layer_types": (SLIDING, FULL), "sliding_window": 6, "is_causal": False}
+    mixed = Drafter(replace(drafter.shape, **kinds))
+    mixed.load_state_dict(drafter.state_dict())
+    save_drafter(tmp_path / "mixed", mixed)
+    out = export_drafter(
+        tmp_path / "mixed", tmp_path / "served", format="speculators", target="owner/name"
+    )
+    assert "\nVLLM_USE_V2_MODEL_RUNNER=1 vllm serve ./served " in (out / "README.md").read_text()
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_it_cannot_say_is_refused(exported, name):
-    with pytest.raises(InputError, match="--format hf"):
+    with pytest.raises(InputError, match=r"one causality for all layers.* take --format hf"):
         exported(name)
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_library_computes_the_same(exported, tiny_target, name):
     pytest.importorskip(
-        "speculators", reason="the library speculators (0.9) is not installed: its numbers are "
-        "compared where it is (pip install --no-deps speculators loguru)"
-    )  # fmt: skip
+        "speculators",
+        reason="pip install --no-deps speculators hs-connectors loguru pydantic-settings",
+    )
     from speculators import SpeculatorModel, SpeculatorModelConfig
     from transformers import AutoModelForCausalLM
 
@@ -87,6 +117,7 @@ def test_library_computes_the_same(exported, tiny_target, name):
     length = 14
     ids = torch.randint(3, 200, (1, length), generator=generator)
     hidden = torch.randn(1, length, 64, generator=generator)
+    torch.manual_seed(0)  # the library draws the anchors
     with torch.no_grad():
         states, logits, *_, indices = theirs._backbone_forward(
             hidden, ids, torch.ones_like(ids), hidden[..., :32], torch.zeros_like(ids),
