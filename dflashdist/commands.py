@@ -12,15 +12,19 @@ import sys
 from typing import Any
 
 from dflashdist.checks import needs_last
-from dflashdist.config import Config, InputError, load_config, queue_depth
+from dflashdist.config import Config, InputError, known_keys, load_config, queue_depth
+from dflashdist.export import DTYPES as DTYPES  # for cli.py
+from dflashdist.export import FORMATS as FORMATS
 
-OVERRIDE = re.compile(r"(seed|[a-z_]+\.[\w.]+)=")
+# A known key or section, or anything with a dot, of which load_config names the nearest known key.
+_FIRST = sorted({key.partition(".")[0] for key in known_keys()})
+OVERRIDE = re.compile(rf"({'|'.join(_FIRST)}|[a-z_]+\.[\w.]+)=")
 
 
 def sort_out(items: list[str], late: list[str]) -> tuple[Config, list[str]]:
     """The configuration in arguments that may be a YAML file, overrides or others; and the others.
 
-    An override has a dotted key before its =; a path may hold an = as well.
+    An override has a key before its =; a path may hold an = as well.
     """
     overrides = [item for item in items if OVERRIDE.match(item) and not os.path.exists(item)]
     plain = [item for item in items if item not in overrides]
@@ -215,31 +219,44 @@ def run_evaluate(options: argparse.Namespace) -> None:
         raise InputError(
             "evaluate.prompts is not set: name a file of conversations or a token store, or builtin"
         )
-    from dflashdist.eval.acceptance import OutputsDiffer, evaluate_drafters
-    from dflashdist.eval.prompts import chat_of
-    from dflashdist.eval.report import format_report
+    from dflashdist.cluster.world import Place, choose_device
+    from dflashdist.eval.acceptance import evaluate_drafters
+    from dflashdist.eval.equality import OutputsDiffer
+    from dflashdist.eval.figure import check_figure, draw_figure
+    from dflashdist.eval.prompts import chat_of, training_rows
+    from dflashdist.eval.report import format_report, warnings_of
 
+    device = choose_device(config.train.device, Place())
+    if options.figure:
+        check_figure(options.figure)
+    store = training_rows(config.evaluate.prompts)
+    if store:
+        text = "WARNING: a token store without a validation part: training may have seen these rows"
+        print(f"{text} ({store})", file=sys.stderr)
     try:
         reports = evaluate_drafters(
             checkpoints,
             config.target.path,
             config.evaluate.prompts,
             config.evaluate,
-            device=config.train.device,
+            device=device.type,
+            dtype=config.target.dtype,
+            attention=config.target.attention,
             revision=config.target.revision,
-            chat=chat_of(checkpoints[0], config.target.path, config.target.revision, config.data),
+            trust_remote_code=config.target.trust_remote_code,
+            chat=chat_of(checkpoints, config.target.path, config.target.revision, config.data),
         )
     except OutputsDiffer as error:
         print(f"dflashdist evaluate: {error}", file=sys.stderr)
         raise SystemExit(1) from error
-    if options.figure:
-        from dflashdist.eval.figure import draw_figure
-
-        draw_figure(reports, options.figure)
     if options.json:
         print(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1))
     else:
         print("\n\n".join(map(format_report, reports)))
+    for line in (line for report in reports for line in warnings_of(report)):
+        print(line, file=sys.stderr)
+    if options.figure:
+        draw_figure(reports, options.figure)
 
 
 def run_export(options: argparse.Namespace) -> None:
@@ -252,7 +269,7 @@ def run_export(options: argparse.Namespace) -> None:
         ema=options.ema, report=options.report, target=options.target,
         revision=options.revision, overwrite=options.overwrite,
     )  # fmt: skip
-    print(f"{place}: config.json, model.safetensors, README.md")
+    print(f"{place}: {', '.join(sorted(path.name for path in place.iterdir()))}")
 
 
 def leave(code: int) -> None:

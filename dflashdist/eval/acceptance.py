@@ -1,23 +1,24 @@
 """Acceptance length of a drafter, by real speculative decoding of held-out prompts.
 
-Greedily, the outputs of both loops are compared token by token, always; and the acceptance of the
-very text that was decoded is counted again by training's own code (model/teacher_forced.py): a
-drafter that trains at one acceptance length and serves at another cannot go unseen.
+Greedily, the outputs of both loops are held to the target's own choice token by token, always
+(equality.py); and the acceptance of the very text that was decoded is counted again by training's
+own code (as_trained.py): a drafter that trains at one acceptance length and serves at another
+cannot go unseen.
 """
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from dflashdist.config import AUTO, EvaluateConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import RowError
+from dflashdist.eval.as_trained import TrainingsCount, last_round
 from dflashdist.eval.decode import (
     CachedTarget,
     Decoded,
@@ -26,19 +27,18 @@ from dflashdist.eval.decode import (
     decode_speculative,
     is_looping,
 )
+from dflashdist.eval.equality import Replayed, check_shares, replay
 from dflashdist.eval.generate import load_model
 from dflashdist.eval.prompts import Prompt, read_prompts
 from dflashdist.eval.report import Answer, make_report
-from dflashdist.model.drafter import Drafter, load_drafter
+from dflashdist.model.drafter import Drafter, load_drafter, weights_digest
 from dflashdist.model.drafting import num_drafts
 from dflashdist.model.frozen import Frozen, target_fingerprint
-from dflashdist.model.loss import DrafterBatch
-from dflashdist.model.shape import check_supported, read_target_config
-from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
+from dflashdist.model.record import read_record
+from dflashdist.model.shape import check_supported, need, read_target_config
+from dflashdist.model.target import Target
 
-
-class OutputsDiffer(RuntimeError):
-    """Speculative decoding emitted something that plain decoding does not: a bug, never noise."""
+ATTENTION = (AUTO, "sdpa", "eager")  # those that take masks over a cache of uneven rows
 
 
 def evaluate_drafters(
@@ -49,7 +49,9 @@ def evaluate_drafters(
     device: str = AUTO,
     *,
     dtype: str = AUTO,
+    attention: str = AUTO,
     revision: str | None = None,
+    trust_remote_code: bool = False,
     chat: ChatTokenizer | None = None,
 ) -> list[dict[str, Any]]:
     """Decode the prompts by the target alone, once, and with each drafter.
@@ -60,15 +62,23 @@ def evaluate_drafters(
         prompts: see `read_prompts`: a file or folder of JSON Lines, a token store, `builtin`.
         evaluate: its task, max_prompts, max_new_tokens, temperature, batch_size and seed.
         device: auto = CUDA where there is one. dtype: auto = bfloat16 on CUDA, float32 on CPU.
+        attention: of the target: sdpa, eager, or auto, its own choice.
         chat: the target's tokenizer and chat format; null = as the target's folder has them.
 
     Returns:
-        A report for each, which `format_report` and `draw_figure` show; plain values.
+        A report for each, which `format_report` and `draw_figure` show; plain values. Its
+        `digest` says of which weights (see `weights_digest`).
 
     Raises:
-        InputError: a folder, file or prompt that cannot be used, or another target's drafter.
-        OutputsDiffer: the greedy outputs differ, and rounding does not explain it.
+        InputError: a folder, file or prompt that cannot be used, another target's drafter, or a
+            batch that does not fit the GPU.
+        OutputsDiffer: greedy outputs are not the target's own, and rounding does not explain it.
     """
+    if attention not in ATTENTION:
+        raise InputError(
+            f"target.attention={attention}: evaluate decodes with {' or '.join(ATTENTION[1:])}; "
+            "set it to auto"
+        )
     if device == AUTO:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == AUTO:
@@ -81,19 +91,31 @@ def evaluate_drafters(
     positions = min(drafter.shape.max_position_embeddings for drafter in drafters)
     longest = positions - evaluate.max_new_tokens
     queue = list(enumerate(read_prompts(prompts, chat, evaluate, longest)))
-    alone = CachedTarget(load_model(target, dtype, device, revision))
-    runs = [
-        _Run(drafter, CachedTarget(alone.model, drafter.shape.target_layer_ids))
-        for drafter in drafters
-    ]
+    model = load_model(
+        target, dtype, device, revision, attention=attention, trust_remote_code=trust_remote_code
+    )
+    alone, runs = CachedTarget(model), [_Run(drafter, model) for drafter in drafters]
+    greedy = evaluate.temperature == 0
+    if greedy:
+        frozen = Frozen.load(target, revision=revision, dtype=alone.dtype, device=alone.device)
+        for run in runs:
+            layers = run.drafter.shape.target_layer_ids
+            tapped = Target(target, layers, revision=revision, loaded=model)
+            run.count = TrainingsCount(tapped, frozen, run.drafter)
     rule = _rule(evaluate, chat, device)
     rules = [_rule(evaluate, chat, device) for _ in runs]  # random numbers of their own
-    seconds, too_long = 0.0, 0
-    with tqdm(total=len(queue), desc="evaluate", unit=" prompts", disable=None) as progress:
+    seconds, too_long, replayed = 0.0, 0, Replayed()
+    with (
+        _memory(evaluate),
+        tqdm(total=len(queue), desc="evaluate", unit=" prompts", disable=None) as progress,
+    ):
         while queue:
             batch, queue = queue[: evaluate.batch_size], queue[evaluate.batch_size :]
-            plain, spent = decode_plain(alone, [prompt.ids for _, prompt in batch], rule)
+            ids = [prompt.ids for _, prompt in batch]
+            plain, spent = decode_plain(alone, ids, rule)
             seconds += spent
+            if greedy:
+                replayed = sum(replay(alone, chat, ids, plain, rule, "plain"), replayed)
             for run, own_rule in zip(runs, rules, strict=True):
                 run.decode(batch, plain, own_rule, chat)
             asked_next = _follow_ups(batch, plain, chat)
@@ -101,6 +123,8 @@ def evaluate_drafters(
             too_long += len(asked_next) - len(fitting)
             queue = fitting + queue
             progress.update(len(batch) - len(fitting))
+    for run in runs:
+        check_shares(replayed, run.replayed)
     told: dict[str, Any] = {
         "target": target,
         "prompts": str(prompts),
@@ -110,22 +134,39 @@ def evaluate_drafters(
         "temperature": evaluate.temperature,
         "batch_size": evaluate.batch_size,
         "num_turns_too_long": too_long,
+        "end_ids": list(chat.end_ids),
     }
     return [
-        {"checkpoint": str(path), "block_size": run.drafter.shape.block_size, **told}
-        | make_report(run.answers, run.num_drafts, (seconds, run.seconds), evaluate.seed)
+        {
+            "checkpoint": str(path),
+            "digest": weights_digest(run.drafter),
+            "block_size": run.drafter.shape.block_size,
+            "last_round": last_round(path),
+            **told,
+            "not_first_choice": {
+                "plain": asdict(replayed),
+                "speculative": asdict(run.replayed),
+            }
+            if greedy
+            else None,
+        }
+        | make_report(
+            run.answers, run.num_drafts, (seconds, run.seconds), evaluate.seed, greedy=greedy
+        )
         for path, run in zip(checkpoints, runs, strict=True)
     ]
 
 
-@dataclass
 class _Run:
     """One drafter's part of an evaluation."""
 
-    drafter: Drafter
-    target: CachedTarget  # tapped at the drafter's layers
-    answers: list[Answer] = field(default_factory=list)
-    seconds: float = 0.0
+    def __init__(self, drafter: Drafter, model: torch.nn.Module) -> None:
+        self.drafter = drafter
+        self.target = CachedTarget(model, drafter.shape.target_layer_ids)
+        self.count: TrainingsCount | None = None  # of greedy answers
+        self.answers: list[Answer] = []
+        self.replayed = Replayed()
+        self.seconds = 0.0
 
     @property
     def num_drafts(self) -> int:
@@ -138,88 +179,41 @@ class _Run:
         rule: Rule,
         chat: ChatTokenizer,
     ) -> None:
-        """Decode some prompts, compare with the plain answers if greedy, and note what came."""
+        """Decode some prompts, hold greedy answers to the target's own, and note what came."""
         ids = [prompt.ids for _, prompt in batch]
         fast, seconds = decode_speculative(self.target, self.drafter, ids, rule)
         self.seconds += seconds
-        greedy = rule.temperature == 0
-        for (i, prompt), slow, one in zip(batch, plain, fast, strict=True):
-            tie = greedy and check_equal(self.target, chat, prompt.ids, slow.tokens, one.tokens)
+        forced = [None] * len(batch)
+        if self.count:
+            self.replayed = sum(
+                replay(self.target, chat, ids, fast, rule, "speculative"), self.replayed
+            )
+            forced = self.count(ids, fast, rule)
+        for (i, prompt), slow, one, counted in zip(batch, plain, fast, forced, strict=True):
             answer = Answer(
                 slow,
                 one,
                 capped=one.tokens[-1] not in rule.end_ids,
                 looping=is_looping(one.tokens),
-                tie=tie,
                 prompt=i,
                 task=prompt.task,
                 prompt_length=len(prompt.ids),
-                teacher_forced=self._teacher_forced(prompt.ids, one.tokens, rule)
-                if greedy
-                else None,
+                teacher_forced=counted,
             )
             self.answers.append(answer)
 
-    @torch.no_grad()  # as in training: inference_mode would compile CUDA's attention once more
-    def _teacher_forced(
-        self, prompt: Sequence[int], tokens: Sequence[int], rule: Rule
-    ) -> AcceptanceSums:
-        """The acceptance of an answer as training counts it: one forward of the target over the
-        text, without a cache, and all its blocks at once."""
-        ids = torch.tensor([[*prompt, *tokens]], device=self.target.device)
-        mask = torch.zeros_like(ids, dtype=torch.bool)
-        mask[:, len(prompt) :] = True
-        lengths = ids.new_tensor([ids.shape[1]])
-        nothing = ids.new_zeros(1, 1)
-        batch = DrafterBatch(
-            ids,
-            mask,
-            self.target.states(ids),
-            anchors=nothing,
-            keep=nothing.bool(),
-            lengths=lengths,
-        )
-        head = self.target.head
-        frozen = Frozen(self.target.embedding, head, final_norm=head.new_ones(head.shape[1]))
-        sums = teacher_forced(
-            self.drafter,
-            frozen,
-            batch,
-            end_ids=rule.end_ids,
-            max_new_tokens=rule.max_new_tokens,
-        )
-        return AcceptanceSums(sums.vector.cpu())
 
-
-@torch.inference_mode()
-def check_equal(
-    target: CachedTarget,
-    chat: ChatTokenizer,
-    prompt: Sequence[int],
-    plain: Sequence[int],
-    speculative: Sequence[int],
-) -> bool:
-    """Whether two outputs part at a tie: the target's passes of one and of several tokens round
-    differently, so two logits closer than that may change places. False when they are equal.
-
-    Raises OutputsDiffer when the margin at the first difference is more than rounding.
-    """
-    if list(plain) == list(speculative):
-        return False
-    pairs = enumerate(zip(plain, speculative, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(speculative)))
-    margin, rounding = float("inf"), 0.0
-    if at < min(len(plain), len(speculative)):
-        logits: Tensor = target.prefill([[*prompt, *plain[:at]]], room=0)[0]
-        margin = abs(float(logits[plain[at]] - logits[speculative[at]]))
-        rounding = 8 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
-    if margin <= rounding:
-        return True
-    raise OutputsDiffer(
-        f"speculative decoding is not lossless: token {at} of the answer to "
-        f"{chat.decode(prompt)!r} is {list(speculative[at : at + 1])}, plain decoding gives "
-        f"{list(plain[at : at + 1])}, logit margin {margin:.3g}"
-    )
+@contextmanager
+def _memory(evaluate: EvaluateConfig) -> Iterator[None]:
+    """Raises InputError where the GPU's memory does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        fix = "evaluate.batch_size" if evaluate.batch_size > 1 else "evaluate.max_new_tokens"
+        raise InputError(
+            f"CUDA is out of memory with evaluate.batch_size={evaluate.batch_size} and "
+            f"evaluate.max_new_tokens={evaluate.max_new_tokens}: lower {fix}"
+        ) from error
 
 
 def _follow_ups(
@@ -254,27 +248,13 @@ def _check_fit(path: str, drafter: Drafter, checkpoint: Path, revision: str | No
         ("vocab_size", shape.vocab_size),
         ("num_hidden_layers", shape.num_target_layers),
     ):
-        if config[key] != expected:
+        if need(config, key) != expected:
             raise InputError(
                 f"{path}: {key} is {config[key]}, the drafter was made for a target with {expected}"
             )
-    trained_for, found = _trained_for(checkpoint), target_fingerprint(path, revision)
+    trained_for, found = read_record(checkpoint).fingerprint, target_fingerprint(path, revision)
     if trained_for not in (None, found):
         raise InputError(
             f"{path}: another target (fingerprint {found}) than {checkpoint} was trained for "
             f"({trained_for}): point target.path at that one"
         )
-
-
-def _trained_for(checkpoint: Path) -> str | None:
-    """Fingerprint of the target of a checkpoint, its `ema` folder or an export; None elsewhere."""
-    places = (checkpoint, checkpoint.resolve().parent)  # the averaged weights lie in one's `ema`
-    states = [place / "trainer/state.json" for place in places]
-    file = next((file for file in states if file.is_file()), checkpoint / "config.json")
-    try:
-        told = json.loads(file.read_text())
-        if file.name == "config.json":
-            told = {"target": (told.get("dflashdist") or {}).get("target", {}).get("fingerprint")}
-        return told.get("target")
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{file}: not a checkpoint's state or configuration ({error})") from error

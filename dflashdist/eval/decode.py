@@ -81,7 +81,8 @@ class CachedTarget:
         self._layer_ids = tuple(layer_ids)
         self._tapped: dict[int, Tensor] = {}
         layers = self.model.get_decoder().layers
-        self._hooks = [layers[i].register_forward_hook(self._tap(i)) for i in self._layer_ids]
+        for i in self._layer_ids:
+            layers[i].register_forward_hook(self._tap(i))
 
     def prefill(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor:
         """Start anew with these prompts, and room for so many tokens after the longest.
@@ -89,12 +90,9 @@ class CachedTarget:
         Returns the logits [M, V] after each prompt.
         """
         lengths = [len(prompt) for prompt in prompts]
-        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)  # padded on the right
-        for row, prompt in zip(ids, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
         self.cache = KeyValueCache(len(prompts), max(lengths) + room, self.device)
         last = sorted({n - 1 for n in lengths})  # a prompt's logits would be the largest tensor
-        logits = self.forward(ids, torch.tensor(last, device=self.device))
+        logits = self.forward(padded(prompts), torch.tensor(last, device=self.device))
         self.cache.advance(lengths)
         return logits[torch.arange(len(prompts)), [last.index(n - 1) for n in lengths]]
 
@@ -116,19 +114,21 @@ class CachedTarget:
             **keywords,
         ).logits
 
-    def states(self, ids: Tensor) -> Tensor:
-        """`hidden` of whole texts, ids int64 [M, n], without the cache: as training computes it."""
-        self.model.get_decoder()(input_ids=ids, use_cache=False)
-        return self.hidden()
+    def last_states(self, ids: Tensor) -> Tensor:
+        """[M, n, H], what the head reads of whole texts int64 [M, n], padded on the right: without
+        the cache and its masks."""
+        decoder = self.model.get_decoder()
+        return decoder(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The model's own [..., V] of states [..., H], but for a constant factor."""
+        logits = self.model.get_output_embeddings()(states)
+        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap  # where large ones tie
 
     def hidden(self) -> Tensor:
         """[M, n, K*H]: outputs of the tapped layers for the last forward's tokens."""
         return torch.cat([self._tapped[i] for i in self._layer_ids], -1)
-
-    def close(self) -> None:
-        """Remove the taps."""
-        for hook in self._hooks:
-            hook.remove()
 
     def _tap(self, layer_id: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -162,6 +162,14 @@ class DrafterContext:
         if len(set(starts)) == 1:
             return starts[0]
         return torch.tensor(starts, device=self.cache.device)
+
+
+def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Texts as one int64 [rows, longest], zeros on the right."""
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for line, row in zip(ids, rows, strict=True):
+        line[: len(row)] = torch.tensor(row)
+    return ids
 
 
 def cache_keyword(model: Any) -> str:

@@ -1,5 +1,6 @@
 """Acceptance as a picture: by position in the block, by prompt length and by task."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,17 +9,39 @@ from dflashdist.config import InputError
 from dflashdist.eval.report import format_number
 
 
-def draw_figure(reports: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """A PNG: acceptance by position in the block, by prompt length and, of several, by task.
-
-    Of each drafter's clean answers, with their 95 % intervals; of all where none is clean.
-    Raises InputError where matplotlib is missing or the file cannot be written.
-    """
+def check_figure(path: str | Path) -> None:
+    """Raises InputError where matplotlib is missing, or a figure could not be written there."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise InputError("a figure needs matplotlib: pip install matplotlib") from error
+    file = Path(path)
+    folder = file.resolve().parent
+    if file.is_dir():
+        raise InputError(f"{path}: the figure cannot be written: it is a folder")
+    if not folder.is_dir():
+        raise InputError(f"{path}: the figure cannot be written: make the folder {folder} first")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise InputError(f"{path}: the figure cannot be written: no permission")
+
+
+def draw_figure(reports: Sequence[dict[str, Any]], path: str | Path) -> None:
+    """`make_figure` as a PNG. Raises InputError where it cannot be written."""
+    check_figure(path)
+    try:
+        make_figure(reports).savefig(path, format="png", dpi=150)
+    except OSError as error:
+        raise InputError(f"{path}: the figure cannot be written ({error})") from error
+
+
+def make_figure(reports: Sequence[dict[str, Any]]) -> Any:
+    """Acceptance by position in the block, by prompt length and, of several, by task.
+
+    Of each drafter's clean answers, with their 95 % intervals; of all where none is clean. Returns
+    a matplotlib Figure, which must be there.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     lengths = {(one["from"], one["to"]) for report in reports for one in report["by_prompt_length"]}
     buckets = [f"{low}-{high}" for low, high in sorted(lengths)]
@@ -61,10 +84,7 @@ def draw_figure(reports: Sequence[dict[str, Any]], path: str | Path) -> None:
         panel.set_ylim(bottom=0.9)
     for panel in panels:
         panel.grid(alpha=0.3)
-    try:
-        figure.savefig(path, format="png", dpi=150)
-    except OSError as error:
-        raise InputError(f"{path}: the figure cannot be written ({error})") from error
+    return figure
 
 
 Point = tuple[float | None, Sequence[float] | None]  # value and interval

@@ -111,7 +111,13 @@ def encodes_back(
 
 
 def load_model(
-    path: str, dtype: str = AUTO, device: str = AUTO, revision: str | None = None
+    path: str,
+    dtype: str = AUTO,
+    device: str = AUTO,
+    revision: str | None = None,
+    *,
+    attention: str = AUTO,
+    trust_remote_code: bool = False,
 ) -> torch.nn.Module:
     """The whole target, ready to answer; auto: bfloat16 on CUDA where there is one, else float32.
 
@@ -132,9 +138,11 @@ def load_model(
             str(folder) if folder.is_dir() else path,
             revision=revision,
             dtype=getattr(torch, dtype),
+            attn_implementation=None if attention == AUTO else attention,
+            trust_remote_code=trust_remote_code,
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise InputError(f"{path}: the target cannot be loaded: {reason}") from error
     return model.to(device).eval()
 

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from dflashdist.config import DataConfig, EvaluateConfig, InputError
-from dflashdist.data.chat import ChatTokenizer
+from dflashdist.data.chat import OWN, ChatTokenizer
 from dflashdist.data.conversations import Message, RowError, parse_prompt
 from dflashdist.data.messages import NOT_JSON
 from dflashdist.data.shards import META, TokenStore
 from dflashdist.data.sources import Sources
+from dflashdist.data.tokenizer import DEFAULT, template_digest
+from dflashdist.model.record import TEMPLATE, read_record
 
 _PACKAGE = Path(__file__).parent.parent
 BUILTIN = {
@@ -26,6 +28,7 @@ BUILTIN = {
     "demo": _PACKAGE / "demo/heldout.jsonl.gz",  # held out of the demo target's training
 }
 
+VALIDATION = "validation"  # the folder of a store's held-out rows, in it
 _STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -52,26 +55,61 @@ class Prompt:
 
 
 def chat_of(
-    checkpoint: str | Path, target: str, revision: str | None, data: DataConfig
+    checkpoints: Sequence[str | Path], target: str, revision: str | None, data: DataConfig
 ) -> ChatTokenizer:
-    """The chat format that a checkpoint was trained with, unless `data` names another.
+    """The chat format that the checkpoints were trained with, unless `data` names another.
 
-    Raises InputError where training used a template's file and `data.template` does not name it.
+    Checkpoints and exports record it; a folder that does not is asked as the others are.
+
+    Raises InputError where the recorded formats differ, or where training used a template's file
+    that `data.template` does not name and the folder does not hold.
     """
+    found: dict[str, tuple[str | Path, dict[str, Any]]] = {}
+    for checkpoint in checkpoints:
+        asked = _rendering(Path(checkpoint), data)
+        if asked:
+            text = {key: value for key, value in asked.items() if key != "template"}
+            found.setdefault(json.dumps(text, sort_keys=True), (checkpoint, asked))
+    if len(found) > 1:
+        (first, one), (second, other) = list(found.values())[:2]
+        keys = [key for key in one if one[key] != other[key]]
+        raise InputError(
+            f"{first} and {second} were trained with different renderings ({', '.join(keys)}): "
+            "evaluate them one by one, or name one by data.template, template_settings and date"
+        )
     template, settings, date = data.template, data.template_settings, data.date
-    for folder in (Path(checkpoint), Path(checkpoint).parent):  # ema/ lies inside its checkpoint
-        file = folder / "trainer/state.json"
-        if not file.is_file():
-            continue
-        rendering = json.loads(file.read_text()).get("rendering") or {}
-        if template is None and rendering.get("template", "own") != "own":
-            raise InputError(
-                f"{checkpoint}: trained with the chat template {rendering['template']}; name its "
-                "file by data.template"
-            )
-        settings, date = settings or rendering.get("settings", {}), date or rendering.get("date")
-        break
+    for checkpoint, asked in found.values():
+        settings, date = asked["template_settings"], asked["date"]
+        if template is None and asked["template"] != OWN:
+            template = _template_file(Path(checkpoint).expanduser(), asked)
     return ChatTokenizer.load(target, revision, template=template, settings=settings, date=date)
+
+
+def _rendering(folder: Path, data: DataConfig) -> dict[str, Any] | None:
+    """What a folder records of the chat format, under what `data` says; None where nothing."""
+    rendering = read_record(folder).rendering
+    if not rendering:
+        return None
+    own = data.template is None
+    return {
+        "template": rendering.get("template", OWN) if own else data.template,
+        "template_sha256": rendering.get("template_sha256") if own else None,
+        "template_settings": data.template_settings or rendering.get("settings") or {},
+        "date": data.date or rendering.get("date"),
+    }
+
+
+def _template_file(folder: Path, rendering: dict[str, Any]) -> str:
+    """The template's file in an export. Raises InputError where it is not there."""
+    file = folder / TEMPLATE
+    if file.is_file():
+        text = file.read_text(encoding="utf-8")
+        if template_digest({DEFAULT: text}) == rendering["template_sha256"]:
+            return str(file)
+    raise InputError(
+        f"{folder}: trained with the chat template {rendering['template']}; name its file by "
+        "data.template"
+    )
 
 
 def read_prompts(
@@ -108,9 +146,16 @@ def read_prompts(
     return prompts
 
 
+def training_rows(source: str | Path) -> Path | None:
+    """The token store whose rows `read_prompts` would ask though training may have seen them: one
+    that has no validation part and is none. None for other sources."""
+    store = _store_folder(Path(source))
+    return None if store is None or store.name == VALIDATION else store
+
+
 def _store_folder(source: Path) -> Path | None:
     """The token store that a source means: its validation part before itself."""
-    places = (source / "validation", source)
+    places = (source / VALIDATION, source)
     return next((place for place in places if (place / META).is_file()), None)
 
 
@@ -173,20 +218,28 @@ def _conversation(origin: str, row: Any) -> _Question:
 
 def _task(row: Any, task: str) -> _Question:
     """A row of a benchmark's data set as its question, and the turns after it. Raises RowError."""
+    if not isinstance(row, dict):
+        raise RowError("not a JSON object")
     try:
         turns = TASKS[task](row)
-    except TypeError as error:
-        raise RowError("not a JSON object") from error
+    except TypeError:  # something else than text was joined with text
+        turns = None
     except KeyError as error:
         raise RowError(f"{task} has a column {error}, this row has not") from error
-    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    texts = isinstance(turns, list) and all(isinstance(t, str) and t.strip() for t in turns)
+    if not turns or not texts:
         raise RowError(f"no text where {task} has its question")
     return _Question([{"role": "user", "content": turns[0]}], None, turns[1:], task)
 
 
 def _alpaca(row: dict[str, Any]) -> list[str]:
     more = row.get("input")
-    return [f"{row['instruction']}\n\nInput:\n{more}" if more else row["instruction"]]
+    return [row["instruction"] + "\n\nInput:\n" + more if more else row["instruction"]]
+
+
+def _turns(row: dict[str, Any]) -> Any:
+    said = row["turns"] if "turns" in row else row["prompt"]
+    return [said] if isinstance(said, str) else said
 
 
 # Task -> the user's turns of a row of the published data set, asked as in the published
@@ -197,9 +250,9 @@ TASKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "math500": lambda row: [row["problem"] + _STEP_BY_STEP],
     "humaneval": lambda row: [
         "Write a solution to the following problem and make sure that it passes the tests:\n"
-        f"```python\n{row['prompt']}\n```"
+        "```python\n" + row["prompt"] + "\n```"
     ],
     "mbpp": lambda row: [row["prompt"]],
-    "mtbench": lambda row: list(row["turns"] if "turns" in row else row["prompt"]),
+    "mtbench": _turns,
     "alpaca": _alpaca,
 }

@@ -6,7 +6,9 @@ The only place of training that imports transformers (inside functions: the impo
 and drafter ranks never need it).
 """
 
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ class Target:
         revision: str | None = None,
         attention: str = AUTO,
         trust_remote_code: bool = False,
+        loaded: nn.Module | None = None,
     ):
         """Load from a folder or hub name; weights past the last layer needed are never read.
 
@@ -38,6 +41,8 @@ class Target:
             with_last: keep all layers, and give the state after the final norm as well.
             dtype: auto = bfloat16 on CUDA, float32 elsewhere.
             attention: transformers' attn_implementation; auto = its own choice, SDPA.
+            loaded: the whole causal language model of `path`, in memory already: its weights are
+                shared, and dtype, device and attention are its own.
 
         Raises InputError for ids that are not distinct layers, and for a hybrid, multimodal or
         otherwise unsupported model.
@@ -47,18 +52,23 @@ class Target:
         self.num_layers: int = config["num_hidden_layers"]
         check_layer_ids(tuple(layer_ids), self.num_layers)
         self.layer_ids, self.with_last = tuple(layer_ids), with_last
-        self.device = torch.device(device)
-        if dtype == AUTO:
-            dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.model, layers = _load(
-            path,
-            self.num_layers if with_last else 1 + max(layer_ids),
-            dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
-            revision=revision,
-            attention=attention,
-            trust_remote_code=trust_remote_code,
-        )
-        self.model.to(self.device)
+        num_needed = self.num_layers if with_last else 1 + max(layer_ids)
+        if loaded is not None:
+            self.device = next(loaded.parameters()).device
+            self.model, layers = _share(path, loaded, num_needed)
+        else:
+            self.device = torch.device(device)
+            if dtype == AUTO:
+                dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+            self.model, layers = _load(
+                path,
+                num_needed,
+                dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
+                revision=revision,
+                attention=attention,
+                trust_remote_code=trust_remote_code,
+            )
+            self.model.to(self.device)
         self.hidden_size: int = config["hidden_size"]
         self._tapped: dict[int, Tensor] = {}
         for layer_id in self.layer_ids:
@@ -117,9 +127,7 @@ def _load(
         config = AutoConfig.from_pretrained(
             where, revision=revision, trust_remote_code=trust_remote_code
         )
-        config.num_hidden_layers = num_layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:num_layers]
+        _cut(config, num_layers)
         model = AutoModel.from_pretrained(
             where,
             config=config,
@@ -133,10 +141,36 @@ def _load(
         raise InputError(f"{path}: transformers cannot load this target ({reason})") from error
     finally:
         logging.set_verbosity(verbosity)
+    return model.eval().requires_grad_(False), _layers(path, model, num_layers)
+
+
+def _share(path: str, loaded: nn.Module, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
+    """As `_load`, of a whole causal language model's own modules. Raises InputError."""
+    whole: Any = getattr(loaded, "base_model", loaded)
+    all_layers = _layers(path, whole, whole.config.num_hidden_layers)
+    config = deepcopy(whole.config)
+    _cut(config, num_layers)
+    with torch.device("meta"):
+        model: Any = type(whole)(config)
+    for name, module in whole.named_children():
+        setattr(model, name, module)
+    model.layers = all_layers[:num_layers]
+    return model.eval(), model.layers
+
+
+def _cut(config: Any, num_layers: int) -> None:
+    """Let a model's configuration end after so many layers."""
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+
+
+def _layers(path: str, model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The decoder layers of a base model. Raises InputError."""
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != num_layers:
         raise InputError(
             f"{path}: a {type(model).__name__} does not keep its decoder layers in `layers`: "
             "unsupported target"
         )
-    return model.eval().requires_grad_(False), layers
+    return layers

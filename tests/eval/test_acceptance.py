@@ -2,17 +2,22 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import dflashdist.demo
 from dflashdist.config import DrafterConfig, EvaluateConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.eval.acceptance import OutputsDiffer, check_equal, evaluate_drafters
-from dflashdist.eval.decode import CachedTarget, Rule, decode_plain
+from dflashdist.eval import decode
+from dflashdist.eval.acceptance import _follow_ups, _memory, evaluate_drafters
+from dflashdist.eval.decode import Decoded
+from dflashdist.eval.equality import OutputsDiffer
 from dflashdist.eval.figure import draw_figure
+from dflashdist.eval.prompts import Prompt
 from dflashdist.eval.report import format_report
 from dflashdist.model.drafter import Drafter, save_drafter
 from dflashdist.model.frozen import target_fingerprint
@@ -39,7 +44,10 @@ def target(tmp_path_factory):
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
         initializer_range=0.2, tie_word_embeddings=False, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():  # of few words, so that even a random drafter is right now and then
+        model.lm_head.weight[:300] = model.lm_head.weight[308:] = 0
+    model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(DEMO / file, folder / file)
     return folder
@@ -72,11 +80,15 @@ def test_report_of_an_untrained_drafter(drafter_folder, target, prompts, tmp_pat
     assert report["num_prompts"] == report["all"]["num_answers"] == 3
     # Each answer's first token is the prefill's.
     assert report["all"]["tokens"] == report["tokens_compared_equal"] - 3
-    assert 1 <= report["all"]["acceptance_length"] < 1.5
+    assert 1.05 < report["all"]["acceptance_length"] < 1.5
     assert len(report["all"]["position_acceptance"]) == 3
     # A random target does not end by itself within 16 of 2,112 tokens.
     assert report["num_capped"] == 3 and report["clean"]["num_answers"] == 0
     assert report["clean"]["acceptance_length"] is None
+    # Both loops' tokens were held to the target's own.
+    num = report["all"]["tokens"] + 3
+    both = report["not_first_choice"]
+    assert both["plain"] == both["speculative"] == {"tokens": num, "other": 0, "unusual": 0}
     # Training's code counts the same on the same text: float32, so to the last token.
     assert report["teacher_forced_acceptance_length"] == report["all"]["acceptance_length"]
     assert report["serves_as_trained"] is True
@@ -127,21 +139,64 @@ def test_two_turns_of_one_prompt(drafter_folder, target, tmp_path):
         assert set(report["by_task"]) == {"mtbench"}
 
 
-def test_a_difference_is_raised_with_place_and_margin(target, chat):
-    from transformers import AutoModelForCausalLM
+def test_follow_ups_stand_after_the_targets_own_text(chat):
+    """Its end token is not part of the text, and an answer that was cut has none."""
+    prompt = Prompt([1], "", "", ({"role": "user", "content": "What?"},), follow_ups=("Why?",))
+    tokens = chat.encode_prompt([{"role": "user", "content": "Own text"}])[2:5]
+    end = next(iter(chat.end_ids))
+    cases = [Decoded([*tokens, end]), Decoded(tokens), Decoded([9])]
+    batch = [(0, prompt), (1, prompt), (2, replace(prompt, follow_ups=()))]
+    found = _follow_ups(batch, cases, chat)
+    assert [i for i, _ in found] == [0, 1]
+    for _, following in found:
+        said = {"role": "assistant", "content": chat.decode(tokens)}
+        messages = [*prompt.messages, said, {"role": "user", "content": "Why?"}]
+        assert list(following.messages) == messages
+        assert following.ids == chat.encode_prompt(messages)
 
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    cached, prompt = CachedTarget(model), [5, 6, 7]
-    plain = decode_plain(cached, [prompt], Rule(8))[0][0].tokens
-    assert not check_equal(cached, chat, prompt, plain, plain)
-    other = [*plain[:3], plain[3] + 1, *plain[4:]]
-    with pytest.raises(OutputsDiffer, match=r"token 3 of the answer to .* logit margin \d"):
-        check_equal(cached, chat, prompt, plain, other)
-    with pytest.raises(OutputsDiffer, match=r"token 5 .* margin inf"):
-        check_equal(cached, chat, prompt, plain, plain[:5])
-    with torch.no_grad():  # two tokens that the target cannot tell apart
-        model.lm_head.weight[plain[3] + 1] = model.lm_head.weight[plain[3]]
-    assert check_equal(cached, chat, prompt, plain, other)
+
+def test_a_verifier_that_says_the_second_best_token_is_found(
+    drafter_folder, target, prompts, tmp_path, monkeypatch
+):
+    verify, nearness = decode.verify, 0.0
+
+    def second_best(logits, *rest):
+        two = logits.float().topk(2, -1)
+        near = two.values[..., 0] * (1 - nearness) < two.values[..., 1]
+        swapped = torch.where(near, two.values[..., 1] - 9, two.values[..., 0])
+        largest = two.indices[..., :1]
+        return verify(logits.scatter(-1, largest, swapped[..., None].to(logits.dtype)), *rest)
+
+    monkeypatch.setattr(decode, "verify", second_best)
+    settings = EvaluateConfig(max_prompts=2, max_new_tokens=24)
+
+    def evaluated(folder, dtype):
+        evaluate_drafters([drafter_folder], str(folder), prompts, settings, "cpu", dtype=dtype)
+
+    evaluated(target, "float32")
+    nearness = 0.3
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(OutputsDiffer, match=r"token \d+ of .* logit margin \d"):
+            evaluated(target, dtype)
+    # Where each word has a twin 2 eps below it, rounding hides each such token alone: they are
+    # too many.
+    nearness = 5 * torch.finfo(torch.bfloat16).eps
+    twins = tmp_path / "twins"
+    shutil.copytree(target, twins)
+    weights = load_file(twins / "model.safetensors")
+    head = weights["lm_head.weight"]
+    head[308:316] = head[300:308] * (1 - 2 * torch.finfo(torch.bfloat16).eps)
+    save_file(weights, twins / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OutputsDiffer, match=r"% of its tokens are not the target's first choice"):
+        evaluated(twins, "bfloat16")
+
+
+def test_memory_names_the_setting():
+    for batch_size, fix in ((8, "batch_size"), (1, "max_new_tokens")):
+        settings = EvaluateConfig(batch_size=batch_size)
+        told = pytest.raises(InputError, match=rf"batch_size={batch_size} .* lower evaluate.{fix}")
+        with told, _memory(settings):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def test_another_target_is_refused(drafter_folder, prompts):
@@ -162,6 +217,7 @@ def test_another_target_of_the_same_shape_is_refused(drafter_folder, target, pro
     for place in (checkpoint, checkpoint / "ema"):
         with pytest.raises(InputError, match=r"another target .* \(0123456789abcdef\)"):
             evaluate_drafters([place], str(target), prompts, evaluate, "cpu")
-    state.write_text("[")
-    with pytest.raises(InputError, match=r"state\.json: not a checkpoint's state"):
-        evaluate_drafters([checkpoint], str(target), prompts, evaluate, "cpu")
+    for corrupt in ("[", "[]"):
+        state.write_text(corrupt)
+        with pytest.raises(InputError, match=r"state\.json: "):
+            evaluate_drafters([checkpoint], str(target), prompts, evaluate, "cpu")

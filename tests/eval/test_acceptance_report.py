@@ -7,8 +7,8 @@ import pytest
 
 from dflashdist.config import InputError
 from dflashdist.eval.decode import Decoded
-from dflashdist.eval.figure import draw_figure
-from dflashdist.eval.report import Answer, acceptance, format_report, make_report
+from dflashdist.eval.figure import draw_figure, make_figure
+from dflashdist.eval.report import Answer, acceptance, format_report, make_report, warnings_of
 from dflashdist.model.teacher_forced import AcceptanceSums
 
 
@@ -26,7 +26,8 @@ ANSWERS = [
 TOLD = {
     "checkpoint": "runs/x/checkpoints/step_00000100", "prompts": "builtin", "temperature": 0.0,
     "batch_size": 1, "dtype": "float32", "device": "cpu", "max_new_tokens": 9,
-    "num_turns_too_long": 2,
+    "num_turns_too_long": 2, "last_round": None,
+    "not_first_choice": {loop: {"tokens": 400, "other": 2} for loop in ("plain", "speculative")},
 }  # fmt: skip
 
 
@@ -82,15 +83,17 @@ def test_intervals_are_the_bootstraps():
 
 
 def test_table():
-    table = format_report(TOLD | make_report(ANSWERS, 3, (2.0, 0.5), seed=0))
+    report = TOLD | make_report(ANSWERS, 3, (2.0, 0.5), seed=0)
+    table = format_report(report)
     for words in ("3 prompts of builtin, greedy", "1 answers capped at 9 tokens", "task code",
                   "2 turns too long",
                   "prompts of 33 to 64", "tokens, all: 3 1 1 1", "tokens, clean: 1 1 1 1",
                   "draft 3 accepted", "(4.00x)",
-                  "16 tokens equal"):  # fmt: skip
+                  "16 tokens equal, 0 answers part",
+                  "not the target's argmax: 0.50 % plain, 0.50 % speculative"):  # fmt: skip
         assert words in table
     assert all(len(line) <= 100 for line in table.splitlines()[1:])
-    assert "WARNING" not in table
+    assert "WARNING" not in table and not warnings_of(report)
 
 
 def test_a_drafter_that_serves_otherwise_than_it_trains_is_told():
@@ -100,13 +103,127 @@ def test_a_drafter_that_serves_otherwise_than_it_trains_is_told():
     report = TOLD | make_report([served], 3, (1.0, 1.0), seed=0)
     assert report["serves_as_trained"] is False
     assert report["teacher_forced_acceptance_length"] == 3.5
-    assert "WARNING: IT DOES NOT SERVE AS IT TRAINS" in format_report(report)
-    assert "accepts 1.17 tokens a pass, training's code 3.50" in format_report(report)
+    (warning,) = warnings_of(report)
+    assert warning.startswith("WARNING: ") and "IT DOES NOT SERVE AS IT TRAINS" in warning
+    assert "accepts 1.17 tokens a pass, training's code 3.50" in warning
+
+
+@pytest.mark.parametrize(
+    ("tokens", "agrees"), [(193, True), (189, False), (207, True), (211, False)]
+)
+def test_five_per_cent_of_disagreement_are_rounding(tokens, agrees):
+    """Of 200 tokens in 100 passes by training's code; served in 100 passes."""
+    forced = AcceptanceSums.of_answer([2] * 100, [3] * 100, [1] * 100, 3)
+    emitted = [2] * 100
+    for i in range(abs(tokens - 200)):
+        emitted[i] += 1 if tokens > 200 else -1
+    accepted = [count - 1 for count in emitted]
+    served = answer(emitted, accepted, [3] * 100, teacher_forced=forced, prompt_length=9)
+    report = TOLD | make_report([served], 3, (1.0, 1.0), seed=0)
+    assert report["serves_as_trained"] is agrees
+    assert len(warnings_of(report)) == (not agrees)
+
+
+@pytest.mark.parametrize(("measured", "warns"), [(3.1, True), (2.9, False), (1.0, False)])
+def test_half_of_what_training_measured_must_be_served(measured, warns):
+    report = TOLD | make_report(ANSWERS, 3, (2.0, 0.5), seed=0)
+    assert report["all"]["acceptance_length"] == 2
+    report["last_round"] = {"step": 750, "acceptance_length": measured}
+    line = f"training measured {measured:.2f} on its held-out rows at step 750"
+    assert line in format_report(report).splitlines()
+    told = warnings_of(report)
+    assert len(told) == warns
+    if warns:
+        assert f"served at 2.00 tokens a pass, where training measured {measured:.2f}" in told[0]
+
+
+def test_next_to_nothing_is_no_half():
+    served = answer([1] * 10, [0] * 10, [3] * 10, prompt_length=9)
+    report = TOLD | make_report([served], 3, (2.0, 0.5), seed=0)
+    for measured, warns in ((1.04, False), (1.06, True)):
+        report["last_round"] = {"step": 750, "acceptance_length": measured}
+        assert len(warnings_of(report)) == warns
+
+
+def test_ties_are_counted_and_many_are_told():
+    def parting(at):
+        tokens = list(range(20))
+        other = [*tokens[:at], *(token + 1 for token in tokens[at:])]
+        fast = Decoded(other, [19], [19], [18])
+        slow = Decoded(tokens, [1] * 19, [0] * 19, [0] * 19)
+        return Answer(slow, fast, capped=False, looping=False, prompt_length=9)
+
+    def reported(*places):
+        return TOLD | make_report([parting(at) for at in places], 20, (2.0, 0.5), seed=0)
+
+    few = reported(20, 20, 20, 20, 7)
+    assert few["rounding_ties"] == 1 and few["tokens_compared_equal"] == 87
+    assert not warnings_of(few)  # 20 % of the answers
+    many = reported(20, 20, 20, 20, 7, 12)
+    assert many["rounding_ties"] == 2 and many["tokens_compared_equal"] == 99
+    (warning,) = warnings_of(many)
+    assert "2 of 6 answers part from plain decoding, after 50 tokens on average" in warning
+    sampled = make_report([parting(7)], 20, (2.0, 0.5), seed=0, greedy=False)
+    assert sampled["rounding_ties"] == sampled["tokens_compared_equal"] == 0
 
 
 def test_figure(tmp_path):
     reports = [TOLD | make_report(some, 3, (2.0, 0.5), seed=0) for some in (ANSWERS, ANSWERS[3:])]
     draw_figure(reports, tmp_path / "acceptance.png")
-    assert (tmp_path / "acceptance.png").stat().st_size > 10_000
-    with pytest.raises(InputError, match="cannot be written"):
-        draw_figure(reports, tmp_path / "no such folder/acceptance.png")
+    assert (tmp_path / "acceptance.png").read_bytes()[:4] == b"\x89PNG"
+    for wrong in ("no such folder/acceptance.png", ""):
+        with pytest.raises(InputError, match="cannot be written"):
+            draw_figure(reports, tmp_path / wrong)
+
+
+def test_the_figure_shows_the_reports_numbers():
+    """Points and the ends of their bars, drafter by drafter; clean answers, or all of a drafter
+    without any."""
+    random = np.random.default_rng(3)
+    answers = []
+    for prompt in range(24):
+        emitted = random.integers(1, 5, 4 + prompt % 5).tolist()
+        task = ("code", "chat")[prompt % 2]
+        answers.append(
+            answer(emitted, [n - 1 for n in emitted], [3] * len(emitted), prompt=prompt, task=task,
+                   prompt_length=20 + 60 * (prompt % 3), capped=prompt == 3)
+        )  # fmt: skip
+    reports = [TOLD | make_report(some, 3, (2.0, 0.5), seed=0) for some in (answers, ANSWERS[3:])]
+    panels = make_figure(reports).axes
+    assert len(panels) == 3
+    for number, (report, kind) in enumerate(zip(reports, ("clean", "all"), strict=True)):
+        shift = 0.1 * (number - 0.5)
+        part = report[kind]
+        shares, intervals = part["position_acceptance"], part["position_acceptance_interval"]
+        shown = {k + 1: (shares[k], intervals[k]) for k in range(3)}
+        assert drawn(panels[0].containers[number], shift) == pytest.approx(flat(shown))
+        lengths = ("1-32", "65-128", "129-256")
+        assert [label.get_text() for label in panels[1].get_xticklabels()] == list(lengths)
+        shown = {
+            lengths.index(f"{one['from']}-{one['to']}"): length_of(one[kind])
+            for one in report["by_prompt_length"]
+        }
+        assert drawn(panels[1].containers[number], shift) == pytest.approx(flat(shown))
+        assert [label.get_text() for label in panels[2].get_xticklabels()] == ["chat", "code"]
+        shown = {
+            ("chat", "code").index(task): length_of(one[kind])
+            for task, one in report["by_task"].items()
+        }
+        assert drawn(panels[2].containers[number], shift) == pytest.approx(flat(shown))
+
+
+def length_of(part):
+    return part["acceptance_length"], part["acceptance_length_interval"]
+
+
+def flat(points):
+    """x, value, low, high of each point in order, one after the other."""
+    return [n for x, (y, ends) in sorted(points.items()) for n in (x, y, *(ends or (y, y)))]
+
+
+def drawn(container, shift):
+    """The same of what an error bar's artists hold."""
+    line, _, (bars,) = container
+    points = zip(line.get_xdata(), line.get_ydata(), bars.get_segments(), strict=True)
+    found = [(x - shift, y, low, high) for x, y, ((_, low), (_, high)) in points]
+    return [n for point in sorted(found) for n in point]

@@ -1,6 +1,10 @@
 """Prompts are what their source says, in the published shapes, and bad ones are named."""
 
+import importlib
+import importlib.util
 import json
+import sys
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import dflashdist.demo
 from dflashdist.config import EvaluateConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.shards import TokenStoreWriter
-from dflashdist.eval.prompts import TASKS, read_prompts
+from dflashdist.eval.prompts import TASKS, read_prompts, training_rows
 
 DEMO = Path(dflashdist.demo.__file__).parent / "target"
 ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -73,11 +77,15 @@ def test_tasks_have_the_published_shape(tmp_path, chat, task):
     assert prompt.task == task and prompt.ids == chat.encode_prompt(prompt.messages)
 
 
-def test_tasks_are_those_of_the_dflash_package():
-    benchmark = pytest.importorskip(
-        "dflash.benchmark", reason="no dflash package, or no requests, which it needs"
-    )
+def test_tasks_are_those_of_the_dflash_package(monkeypatch):
+    """Which has no alpaca."""
+    pytest.importorskip("dflash", reason="pip install --no-deps dflash==0.1.0")
+    monkeypatch.delitem(sys.modules, "dflash.benchmark", raising=False)
+    if importlib.util.find_spec("requests") is None:  # it asks servers, which this does not
+        monkeypatch.setitem(sys.modules, "requests", types.ModuleType("requests"))
+    benchmark = importlib.import_module("dflash.benchmark")
     names = {"mt-bench": "mtbench"}
+    assert {names.get(name, name) for name in benchmark.DATASETS} == {*TASKS} - {"alpaca"}
     for name, settings in benchmark.DATASETS.items():
         row, text = PUBLISHED[names.get(name, name)]
         asked = settings["format"](row)
@@ -93,6 +101,12 @@ def test_a_second_turn_follows_the_targets_own_answer(tmp_path, chat):
     assert following.follow_up("And", chat) is None and one.follow_up("And", chat) is None
 
 
+def test_a_question_that_is_no_list_is_one_turn(tmp_path, chat):
+    file = write(tmp_path, {"prompt": "Hello"})
+    (prompt,) = read_prompts(file, chat, EvaluateConfig(task="mtbench"), longest=99)
+    assert prompt.messages == ({"role": "user", "content": "Hello"},) and not prompt.follow_ups
+
+
 @pytest.mark.parametrize(
     ("line", "task", "words"),
     [
@@ -102,6 +116,12 @@ def test_a_second_turn_follows_the_targets_own_answer(tmp_path, chat):
         ("", None, "no prompts"),
         ("{}", "gsm8k", "prompts.jsonl:1: not a prompt: gsm8k has a column 'question'"),
         ("[]", "gsm8k", "not a JSON object"),
+        ('{"turns": null}', "mtbench", "no text where mtbench has its question"),
+        ('{"turns": ["a", 2]}', "mtbench", "no text where mtbench has its question"),
+        ('{"turns": []}', "mtbench", "no text where mtbench has its question"),
+        ('{"prompt": null}', "humaneval", "no text where humaneval has its question"),
+        ('{"question": 3}', "gsm8k", "no text where gsm8k has its question"),
+        ('{"instruction": null, "input": "a"}', "alpaca", "no text where alpaca has its question"),
         ('{"prompt": " "}', "mbpp", "no text where mbpp has its question"),
         ("{}", "gsm9k", "evaluate.task=gsm9k: the tasks are gsm8k, math500"),
     ],
@@ -120,6 +140,10 @@ def test_the_rows_of_a_token_store(tmp_path, chat):
         with TokenStoreWriter(folder, settings) as writer:
             for ids, mask in some:
                 writer.add(np.array(ids), np.array(mask))
+        if place == "store":
+            assert training_rows(folder) == folder
+    assert training_rows(folder.parent) is None is training_rows(folder)
+    assert training_rows("builtin") is None
     prompts = read_prompts(folder.parent, chat, EvaluateConfig(), longest=9)
     assert [prompt.ids for prompt in prompts] == [[5, 6], [9]]  # nothing comes before row 1
     with TokenStoreWriter(tmp_path / "other", {"tokenizer_fingerprint": "f"}) as writer:
