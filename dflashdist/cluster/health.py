@@ -42,6 +42,7 @@ TICK = 0.25  # seconds between two looks at the halt key
 BEAT = 1.0  # seconds between two signs of life
 GRACE = 4.0  # seconds that a halted rank has to leave by itself
 ECHO = 4.0  # seconds that an echo waits for its cause
+END = "wait for the end"  # the phase of a rank whose own work is done
 FIRST_TIME = 24.0  # a first phase of its kind (loading, compiling) may take this many stalls
 
 
@@ -193,7 +194,7 @@ class Health:
     def wait_end(self) -> None:
         """Return when the job has ended in good order. Raises Halted when it was aborted, so that
         a rank whose own work was long done does not leave as if all were well."""
-        self.phase("wait for the end")
+        self.phase(END)
         while not self.halted.wait(1.0):
             pass
         if self.halt and self.halt.kind == "abort":
@@ -341,6 +342,8 @@ class Health:
         if silent > self._silence:
             what = f"no sign of life for {silent:.0f} s (frozen?); last in {where(beat)}"
             self.abort(member, what, frozen=True)
+        if beat["phase"] == END:  # those it waits for are judged themselves
+            return
         waits = beat["phase"].startswith("wait")
         limit = self._stall * (FIRST_TIME if beat["first"] or waits else 1.0)
         if beat["age"] + silent > limit:

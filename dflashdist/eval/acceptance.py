@@ -6,6 +6,7 @@ own code (as_trained.py): a drafter that trains at one acceptance length and ser
 cannot go unseen.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -83,12 +84,14 @@ def evaluate_drafters(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == AUTO:
         dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
-    drafters = [load_drafter(path, dtype=getattr(torch, dtype)) for path in checkpoints]
+    drafters = [load_drafter(path) for path in checkpoints]
+    digests = [weights_digest(drafter) for drafter in drafters]  # of what lies there, not of casts
     for drafter, path in zip(drafters, checkpoints, strict=True):
-        drafter.to(device).eval()
+        drafter.to(device, getattr(torch, dtype)).eval()
         _check_fit(target, drafter, Path(path), revision)
     chat = chat or ChatTokenizer.load(target, revision)
     positions = min(drafter.shape.max_position_embeddings for drafter in drafters)
+    positions = min(positions, steady_positions(read_target_config(target, revision)))
     longest = positions - evaluate.max_new_tokens
     queue = list(enumerate(read_prompts(prompts, chat, evaluate, longest)))
     model = load_model(
@@ -115,7 +118,8 @@ def evaluate_drafters(
             plain, spent = decode_plain(alone, ids, rule)
             seconds += spent
             if greedy:
-                replayed = sum(replay(alone, chat, ids, plain, rule, "plain"), replayed)
+                found = replay(alone, chat, ids, plain, rule, "plain")
+                replayed = sum(_single(found, plain), replayed)
             for run, own_rule in zip(runs, rules, strict=True):
                 run.decode(batch, plain, own_rule, chat)
             asked_next = _follow_ups(batch, plain, chat)
@@ -139,7 +143,7 @@ def evaluate_drafters(
     return [
         {
             "checkpoint": str(path),
-            "digest": weights_digest(run.drafter),
+            "digest": digest,
             "block_size": run.drafter.shape.block_size,
             "last_round": last_round(path),
             **told,
@@ -153,8 +157,24 @@ def evaluate_drafters(
         | make_report(
             run.answers, run.num_drafts, (seconds, run.seconds), evaluate.seed, greedy=greedy
         )
-        for path, run in zip(checkpoints, runs, strict=True)
+        for path, digest, run in zip(checkpoints, digests, runs, strict=True)
     ]
+
+
+def steady_positions(config: dict[str, Any]) -> int:
+    """Positions up to which a target rotates its keys alike whatever the text's length, by its
+    config.json. Beyond, keys in a cache and keys of one forward differ, and answers with them."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "dynamic"):
+        return sys.maxsize
+    named = "original_max_position_embeddings"
+    return rope.get(named) or config.get(named) or need(config, "max_position_embeddings")
+
+
+def _single(found: Sequence[Replayed], answers: Sequence[Decoded]) -> Iterator[Replayed]:
+    """Of answers that do not loop: those meet the same near tie in every round of it."""
+    pairs = zip(found, answers, strict=True)
+    return (one for one, answer in pairs if not is_looping(answer.tokens))
 
 
 class _Run:
@@ -185,9 +205,8 @@ class _Run:
         self.seconds += seconds
         forced = [None] * len(batch)
         if self.count:
-            self.replayed = sum(
-                replay(self.target, chat, ids, fast, rule, "speculative"), self.replayed
-            )
+            found = replay(self.target, chat, ids, fast, rule, "speculative")
+            self.replayed = sum(_single(found, fast), self.replayed)
             forced = self.count(ids, fast, rule)
         for (i, prompt), slow, one, counted in zip(batch, plain, fast, forced, strict=True):
             answer = Answer(

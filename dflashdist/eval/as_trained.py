@@ -2,17 +2,17 @@
 round of evaluation that it had while it trained."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dflashdist.eval.decode import Decoded, Rule, padded
+from dflashdist.eval.decode import Decoded, Rule, padded, parts
 from dflashdist.model.drafter import AVERAGE, Drafter
 from dflashdist.model.frozen import Frozen
 from dflashdist.model.loss import DrafterBatch
-from dflashdist.model.record import read_record
+from dflashdist.model.record import STATE, read_record
 from dflashdist.model.target import Target
 from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 
@@ -34,13 +34,21 @@ class TrainingsCount:
     ) -> list[AcceptanceSums]:
         """The sums of each greedy answer, on the CPU: one forward over the texts, side by side."""
         texts = [[*p, *answer.tokens] for p, answer in zip(prompts, answers, strict=True)]
+        return [
+            sums
+            for part in parts(texts)
+            for sums in self._sums(texts[part], [len(prompt) for prompt in prompts[part]], rule)
+        ]
+
+    def _sums(
+        self, texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int], rule: Rule
+    ) -> Iterator[AcceptanceSums]:
         ids = padded(texts).to(self._target.device)
         lengths = torch.tensor([len(text) for text in texts], device=ids.device)
-        begins = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
+        begins = torch.tensor(prompt_lengths, device=ids.device)
         place = torch.arange(ids.shape[1], device=ids.device)
         mask = (place >= begins[:, None]) & (place < lengths[:, None])
         hidden = self._target.hidden_states(ids, lengths)
-        found = []
         for row in range(len(texts)):
             one = slice(row, row + 1)
             nothing = ids.new_zeros(1, 1)
@@ -51,8 +59,7 @@ class TrainingsCount:
                 self._drafter, self._frozen, batch, end_ids=rule.end_ids,
                 max_new_tokens=rule.max_new_tokens,
             )  # fmt: skip
-            found.append(AcceptanceSums(sums.vector.cpu()))
-        return found
+            yield AcceptanceSums(sums.vector.cpu())
 
 
 def last_round(checkpoint: str | Path) -> dict[str, Any] | None:
@@ -70,7 +77,7 @@ def last_round(checkpoint: str | Path) -> dict[str, Any] | None:
         return None
     averaged = folder.name == AVERAGE or record.averaged
     place = folder.parent if folder.name == AVERAGE else folder
-    log = place.parent.parent / "eval/rounds.jsonl"
+    log = place.parent.parent / "eval/rounds.jsonl" if (place / STATE).is_file() else None
     rounds = _rounds(log, _METRIC_OF_AVERAGE if averaged else _METRIC)
     known = {at: length for at, length in rounds.items() if at <= step}
     if best and not averaged and isinstance(best.get("step"), int):
@@ -80,10 +87,10 @@ def last_round(checkpoint: str | Path) -> dict[str, Any] | None:
     return {"step": max(known), "acceptance_length": known[max(known)]}
 
 
-def _rounds(log: Path, metric: str) -> dict[int, float]:
+def _rounds(log: Path | None, metric: str) -> dict[int, float]:
     """Step -> a metric, of the lines that hold it; one may be cut short by a kill."""
     found = {}
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    lines = log.read_text(errors="replace").splitlines() if log and log.is_file() else []
     for line in lines:
         try:
             values = json.loads(line)

@@ -9,7 +9,7 @@ Legend: M rows (answers that still go on), n tokens, D drafts a block, V vocabul
 
 import inspect
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +162,13 @@ class DrafterContext:
         if len(set(starts)) == 1:
             return starts[0]
         return torch.tensor(starts, device=self.cache.device)
+
+
+def parts(texts: Sequence[Sequence[int]], most: int = 16384) -> Iterator[slice]:
+    """Texts for one forward after the other, each of at most `most` padded tokens or of one text:
+    without a cache all of a layer's states exist at once."""
+    at_once = max(1, most // max(map(len, texts), default=1))
+    return (slice(i, i + at_once) for i in range(0, len(texts), at_once))
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:

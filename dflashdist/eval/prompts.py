@@ -100,12 +100,13 @@ def _rendering(folder: Path, data: DataConfig) -> dict[str, Any] | None:
 
 
 def _template_file(folder: Path, rendering: dict[str, Any]) -> str:
-    """The template's file in an export. Raises InputError where it is not there."""
-    file = folder / TEMPLATE
-    if file.is_file():
-        text = file.read_text(encoding="utf-8")
-        if template_digest({DEFAULT: text}) == rendering["template_sha256"]:
-            return str(file)
+    """The template's file, in an export or where training read it. Raises InputError where it is
+    not there, or another."""
+    for file in (folder / TEMPLATE, Path(read_record(folder).template or TEMPLATE).expanduser()):
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            if template_digest({DEFAULT: text}) == rendering["template_sha256"]:
+                return str(file)
     raise InputError(
         f"{folder}: trained with the chat template {rendering['template']}; name its file by "
         "data.template"

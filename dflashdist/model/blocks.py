@@ -156,15 +156,20 @@ def block_labels(
 def slot_weights(block_size: int, *, weights: str, gamma: float | None) -> Tensor:
     """Weight of the loss by how far a label lies from the anchor, float32 [block_size], 0 at 0.
 
-    `decay`: exp(-(k-1)/gamma); `gamma` null is 7 for blocks of 16, 5 for 10, 4 for 8 (DFlash, A.1),
-    else 0.45 x block_size. `uniform` and `dpace` (whose own come from the losses): 1.
+    `decay`: exp(-(k-1)/gamma); `gamma` null is `default_gamma`. `uniform` and `dpace` (whose own
+    come from the losses): 1.
     """
     if gamma is None:
-        gamma = {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, 0.45 * block_size)
+        gamma = default_gamma(block_size)
     slots = torch.arange(block_size, dtype=torch.float64)
     table = torch.exp(-(slots - 1) / gamma) if weights == "decay" else torch.ones_like(slots)
     table[0] = 0.0
     return table.float()
+
+
+def default_gamma(block_size: int) -> float:
+    """7 for blocks of 16, 5 for 10, 4 for 8 (DFlash, A.1), else 0.45 x block_size."""
+    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, 0.45 * block_size)
 
 
 def visible(

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -227,6 +227,15 @@ def exact_weights(folder: Path) -> Path:
 def read_weights(file: Path, drafter: Drafter, optional: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """The tensors of a safetensors file, which must be the drafter's, on the CPU.
 
+    Raises InputError as `check_weights` does.
+    """
+    check_weights(file, drafter, optional)
+    return load_file(file)
+
+
+def check_weights(file: Path, drafter: Drafter, optional: tuple[str, ...] = ()) -> None:
+    """Hold the tensors of a safetensors file to a drafter's, by its header alone.
+
     Args:
         optional: beginnings of names that the file may lack.
 
@@ -238,11 +247,12 @@ def read_weights(file: Path, drafter: Drafter, optional: tuple[str, ...] = ()) -
             "model.safetensors"
         )
     try:
-        tensors = load_file(file)
-    except (ValueError, SafetensorError) as error:
+        with safe_open(file, framework="pt") as tensors:
+            names = list(tensors.keys())
+            found = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+    except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"{file.parent}: cannot be read ({error})") from error
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     missing = [name for name in expected.keys() - found.keys() if not name.startswith(optional)]
     problems = {
         "missing": sorted(missing),
@@ -256,7 +266,6 @@ def read_weights(file: Path, drafter: Drafter, optional: tuple[str, ...] = ()) -
     told = [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]
     if told:
         raise InputError(f"{file} does not fit its config.json; {'; '.join(told)}")
-    return tensors
 
 
 def weights_digest(drafter: Drafter, through: torch.dtype = torch.float32) -> str:

@@ -9,7 +9,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflashdist.config import DrafterConfig, InputError
-from dflashdist.model.drafter import Drafter, exact_weights, read_shape, read_weights
+from dflashdist.model.drafter import (
+    Drafter,
+    check_weights,
+    exact_weights,
+    read_shape,
+    read_weights,
+)
 from dflashdist.model.frozen import EMBEDDING, places_of
 from dflashdist.model.layers import Layer
 from dflashdist.model.shape import PARTS, DrafterShape, target_file
@@ -60,7 +66,11 @@ def check_initial(
     else differs in a drafter to start from. Raises InputError as `initialise` would."""
     if config.init_from:
         there = read_shape(_folder(config.init_from) / "config.json")
-        check_shapes(there, shape, config.init_from)
+        added = check_shapes(there, shape, config.init_from)
+        with torch.device("meta"):
+            drafter = Drafter(shape)
+        optional = tuple(drafter.variant_parts()) if added else ()
+        check_weights(exact_weights(_folder(config.init_from)), drafter, optional)
         for name in (f.name for f in fields(DrafterShape) if f.name in _MAY_CHANGE):
             old, new = getattr(there, name), getattr(shape, name)
             if old != new:
@@ -70,8 +80,8 @@ def check_initial(
                 "drafter.init_from: a slot drafted the token at its own place there and drafts the "
                 "next one here, so the first acceptance is about none"
             )
-    elif config.init == "target_layers":
-        with torch.device("meta"):
+    elif config.init == "target_layers" and Path(target_path).expanduser().is_dir():
+        with torch.device("meta"):  # of a hub's target not: others would wait for the download
             find_target_layers(Drafter(shape), target_path, revision)
 
 

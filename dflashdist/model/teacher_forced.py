@@ -228,8 +228,8 @@ def _agreed(
         places[answer.row] += range(answer.first, _last(answer, limit))
     width = max(map(len, places), default=0)
     found: list[dict[int, int]] = [{} for _ in places]
-    chunks = -(-width * len(places) // blocks_at_once)  # of nearly equal width: alike shapes
-    step = max(1, -(-width // max(1, chunks)))
+    most = max(1, blocks_at_once // max(1, len(places)))
+    step = max(1, -(-width // max(1, -(-width // most))))  # nearly equal widths: alike shapes
     for begin in range(0, width, step):
         some = [row[begin : begin + step] for row in places]
         anchors, keep = _padded(some, batch.ids.device)

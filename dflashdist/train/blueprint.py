@@ -20,6 +20,7 @@ from dflashdist.cluster.transport import MessageSpec
 from dflashdist.cluster.world import Place
 from dflashdist.config import Config, InputError, LossConfig, dump_config, queue_depth
 from dflashdist.data.shards import TokenStore
+from dflashdist.model.blocks import default_gamma
 from dflashdist.model.drafting import num_drafts
 from dflashdist.model.frozen import target_fingerprint
 from dflashdist.model.initial import check_initial
@@ -121,7 +122,7 @@ class Blueprint:
         """
         if not self.saved.get("best"):
             return None
-        best = Best(**self.saved["best"])
+        best = Best(**{"measured_on": "", **self.saved["best"]})
         here = self.checkpoints.place(best.step).is_dir()
         if self.measured_on in (None, best.measured_on):
             return best if here or not self.config.evaluate.keep_best else None
@@ -155,7 +156,7 @@ class Blueprint:
             "target_dtype": self.config.target.dtype,
             "seed": self.config.seed,
             "optimizer": self.config.optim.kind,
-            "objective": objective(self.config.loss, self.config.drafter.variant),
+            "objective": objective(self.config.loss, self.shape),
         }
 
     def _rendering(self) -> dict[str, Any] | None:
@@ -203,15 +204,16 @@ class Blueprint:
         return self.first_step * self.steps.window
 
 
-def objective(loss: LossConfig, variant: str) -> dict[str, Any]:
+def objective(loss: LossConfig, shape: DrafterShape) -> dict[str, Any]:
     """What is minimised: the settings of the loss that have an effect and are not the default."""
     idle = {"chunk_size"}  # it says how, not what
-    idle |= {"gamma"} if loss.weights == "uniform" else set()
+    by_distance = loss.weights == "decay" or (loss.weights == "dpace" and shape.confidence_head)
+    if not by_distance or loss.gamma == default_gamma(shape.block_size + shape.ahead):
+        idle.add("gamma")
     idle |= {"dpace_alpha"} if loss.weights != "dpace" else set()
-    idle |= {"selector"} if variant != "dflash2" else set()
-    idle |= {"confidence"} if variant != "dspark" else set()
-    default = asdict(LossConfig())
-    values = asdict(loss)
+    idle |= {"selector"} if shape.variant != "dflash2" else set()
+    idle |= {"confidence"} if not shape.confidence_head else set()
+    default, values = asdict(LossConfig()), asdict(loss)
     values["terms"] = {name: share for name, share in sorted(loss.terms.items()) if share > 0}
     return {k: v for k, v in values.items() if k not in idle and v != default[k]}
 
@@ -247,7 +249,7 @@ def check_tokenizer(blueprint: Blueprint) -> None:
         )
 
 
-def check_weights(blueprint: Blueprint) -> None:
+def check_first_weights(blueprint: Blueprint) -> None:
     """Hold that the first weights will fit, where a run begins with them. Raises InputError."""
     target = blueprint.config.target
     assert target.path is not None

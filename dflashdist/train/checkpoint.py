@@ -135,6 +135,7 @@ class Checkpoints:
         for path in [*aside.rglob("*"), aside]:
             sync(path)
         if place.exists():  # a resumed run that passes this step again; pruned below
+            drop(self.folder / f".{place.name}{OLD}")
             os.rename(place, self.folder / f".{place.name}{OLD}")
         os.rename(aside, place)
         sync(self.folder)
@@ -160,9 +161,21 @@ class Checkpoints:
         every = self._config.keep_every
         for step in list(steps)[: -self._config.keep_last]:
             if step and step not in kept and not (every and step % every == 0):
-                shutil.rmtree(steps[step])
+                drop(steps[step])
         for path in self.folder.glob(".step_*.partial"):
-            shutil.rmtree(path, ignore_errors=True)
+            drop(path)
+
+
+def drop(folder: Path) -> None:
+    """Remove a folder, if it is there, so that a kill leaves nothing of it under its name."""
+    aside = folder.with_name(f".{folder.name.lstrip('.')}.dropped.partial")
+    if folder.suffixes[-2:] != [".dropped", ".partial"]:
+        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            os.rename(folder, aside)
+    else:
+        aside = folder
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def save_float32(drafter: Drafter, file: Path) -> None:

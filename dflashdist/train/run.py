@@ -14,7 +14,7 @@ from dflashdist.cluster.roles import DRAFTER, roles_table
 from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.world import Place, World, choose_device
 from dflashdist.config import Config, InputError, changed_settings, dump_config
-from dflashdist.train.blueprint import Blueprint, check_tokenizer, check_weights, versions
+from dflashdist.train.blueprint import Blueprint, check_first_weights, check_tokenizer, versions
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def train_rank(config: Config) -> None:
     blueprint = Blueprint(config, place)
     if place.rank == 0:
         check_tokenizer(blueprint)
-        check_weights(blueprint)
+        check_first_weights(blueprint)
     device = choose_device(config.train.device, place)
     try:
         (blueprint.folder / "logs").mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """Every token of an answer is held to the target's own choice, also after a tie."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from variants import target_of_few_words
 
 import dflashdist.demo
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.eval.decode import CachedTarget, Decoded, Rule, decode_plain
+from dflashdist.eval.acceptance import steady_positions
+from dflashdist.eval.decode import CachedTarget, Decoded, Rule, decode_plain, parts
 from dflashdist.eval.equality import OutputsDiffer, Replayed, check_shares, equal_tokens, replay
 
 PROMPTS = [[3, 5, 2, 6], [1, 4], [6, 6, 1, 2, 5]]
@@ -37,10 +39,10 @@ def test_the_targets_own_answers_pass(chat, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_is_a_few_units_in_the_last_place(chat, dtype):
-    """A head of two words over one feature: their logits are x and x (1 - n eps), each rounded, so
-    n may look like n + 1 or n - 1."""
+    """A head of two words over one feature: their logits are x and x less n roundings, so n may
+    look like n + 1 or n - 1. Of float32, whose sums round as well, a rounding is 64 eps."""
     target = CachedTarget(target_of_few_words().to(dtype))
-    head, eps = target.head, torch.finfo(dtype).eps
+    head, eps = target.head, torch.finfo(dtype).eps * (64 if dtype == torch.float32 else 1)
 
     @torch.no_grad()
     def second_best(below):
@@ -126,3 +128,26 @@ def test_shares_may_differ_by_a_hundredth_and_three_standard_errors():
     with pytest.raises(OutputsDiffer, match=r"0\.45% .* first choice by more than usual rounding"):
         check_shares(Replayed(10_000, 90), Replayed(10_000, 90, 45))
     check_shares(Replayed(10_000, 90, 45), Replayed(10_000, 90, 45))
+
+
+def test_long_batches_are_replayed_in_parts():
+    """At most so many padded tokens at once; a text that is longer is one of its own."""
+    texts = [[1] * 5] * 7
+    assert [texts[part] for part in parts(texts, 15)] == [texts[:3], texts[:3], texts[:1]]
+    assert [len(texts[part]) for part in parts(texts, 4)] == [1] * 7
+    assert list(parts([])) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "steady"),
+    [
+        ({"max_position_embeddings": 9}, None),
+        ({"max_position_embeddings": 9, "rope_parameters": {"rope_type": "yarn"}}, None),
+        ({"max_position_embeddings": 9, "original_max_position_embeddings": 4,
+          "rope_scaling": {"type": "longrope"}}, 4),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 5}}, 5),
+        ({"max_position_embeddings": 9, "rope_parameters": {"rope_type": "dynamic"}}, 9),
+    ],
+)  # fmt: skip
+def test_texts_stay_where_keys_are_rotated_alike(config, steady):
+    assert steady_positions(config) == (steady or sys.maxsize)

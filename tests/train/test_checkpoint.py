@@ -14,7 +14,7 @@ from dflashdist.config import Config, InputError, load_config
 from dflashdist.data.shards import TokenStoreWriter
 from dflashdist.model.drafter import Drafter, load_drafter
 from dflashdist.train.blueprint import Blueprint
-from dflashdist.train.checkpoint import load_training
+from dflashdist.train.checkpoint import drop, load_training
 from dflashdist.train.optim import build_optimizer
 
 CPU = torch.device("cpu")
@@ -173,6 +173,26 @@ def test_a_kill_while_a_step_is_saved_again(trained, overrides):
     assert blueprint(overrides).resume == place and (place / "trainer/newer").exists()
 
 
+def test_what_is_removed_loses_its_name_first(trained, overrides, monkeypatch):
+    """A kill while an old checkpoint's files go leaves no half of one under its name."""
+    checkpoints = trained.blueprint.checkpoints
+    old = trained.save(3)
+    (old.parent / ".step_00000009.old.partial").mkdir()  # of a kill in earlier times
+
+    def killed(folder, ignore_errors=False):
+        if folder.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            drop(old)
+    assert not checkpoints.steps() and blueprint(overrides).resume is None
+    drop(old)
+    trained.save(9)
+    assert {path.name for path in old.parent.iterdir()} == {"step_00000009"}
+
+
 # ---- resuming
 
 
@@ -221,7 +241,13 @@ def test_what_differs_is_named(trained, overrides, change, named):
 def test_what_changes_no_result_goes_on(trained, overrides):
     """The objective is what it means, not how it is spelled or computed."""
     trained.save(5)
-    idle = ["loss.chunk_size=7", "loss.terms.kl=0.0", "loss.dpace_alpha=0.1", "loss.selector=0.5"]
+    idle = [
+        "loss.gamma=1.8",
+        "loss.chunk_size=7",
+        "loss.terms.kl=0.0",
+        "loss.dpace_alpha=0.1",
+        "loss.selector=0.5",
+    ]
     assert blueprint(overrides, *idle).first_step == 5
 
 
