@@ -61,8 +61,11 @@ output only grows: a killed command goes on where it was. The key is read from O
 
 Acceptance length: tokens emitted per target pass of speculative decoding, the bonus token counted;
 1 is plain decoding, one more than the drafts of a pass the most. Pooled: all tokens over all
-passes; mean: the mean of the answers' own values; the prefill is no pass. [low, high]: 95 %
-bootstrap over prompts. Greedy output is held to that of plain decoding, always; with
+passes; mean: the mean of the answers' own values; the prefill, which gives an answer's first token,
+is no pass. Draft k accepted: of the passes that offered a k-th draft; where an accepted draft ends
+the answer no bonus token follows, so their sum may be a little above the length. Clean: without
+answers that loop or were cut. [low, high]: 95 % bootstrap over prompts, of 5 or more. Greedily,
+every token is held to the target's own choice over the finished text, always; with
 evaluate.temperature=1 drafts are taken by rejection sampling. Prompts: a file of conversations, a
 token store (its validation part), or builtin; tasks: gsm8k, math500, humaneval, mbpp, mtbench,
 alpaca, as published, from your own copies.""",

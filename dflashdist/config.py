@@ -319,7 +319,8 @@ def _merge(tree: Any, layer: Any, origin: str, whole: bool) -> Any:
         key = str(error.full_key or error.key)
         if origin.startswith(key):  # an override: all of its key, not only the unknown section
             key = origin.partition("=")[0]
-        near = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.0)
+        known = known_keys(GateConfig if error.object_type is GateConfig else Config)
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
         raise InputError(
             f"{origin}: unknown key {key!r}; nearest known key: {near[0]!r}"
         ) from error

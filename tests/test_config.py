@@ -82,6 +82,7 @@ def test_shipped_recipes_load():
         ("evaluate.temperature=.nan", ["evaluate.temperature", "finite"]),
         ("evaluate.every=0", ["evaluate.every=0"]),
         ("gates=[{metric: loss, below: 1.0, step: -1}]", ["step=-1"]),
+        ("gates=[{metric: loss, belw: 1.0}]", ["unknown key 'belw'", "'below'"]),
         ("gates=[{metric: loss, not_below: 1.0}]", ["not_below=1.0", "name the step"]),
         ("gates=[{metric: loss, above: .nan}]", ["loss", "not finite"]),
         ("evaluate.seed=-1", ["evaluate.seed=-1", "negative"]),

@@ -123,6 +123,8 @@ def _from_transformers(name: str, revision: str | None) -> TargetTokenizer:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     pinned: dict[str, Any] = {"revision": revision} if revision else {}
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise InputError(f"{name}: no such folder here; relative paths count from {Path.cwd()}")
     try:
         auto = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **pinned)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, **pinned)

@@ -193,7 +193,7 @@ def warnings_of(report: dict[str, Any]) -> list[str]:
             "the drafter"
         )
     trained = report["last_round"]
-    if trained and served is not None:
+    if trained and served is not None and report["temperature"] == 0:  # as training measures
         gain = trained["acceptance_length"] - 1
         if served - 1 < SERVED * gain and gain - (served - 1) > FELT:
             found.append(

@@ -90,6 +90,8 @@ def _trained(origin: Origin) -> str:
         return ""
     weights = ", the average of the weights that training kept" if origin.averaged else ""
     lines = [f"step {training.get('step')} of {training.get('num_steps')}{weights}"]
+    if begun := training.get("init_from"):
+        lines.append(f"begun from the weights of `{begun}`")
     for name in ("max_length", "num_anchors", "seed", "store_fingerprint"):
         if name in training:
             lines.append(f"{name}: {training[name]}")
@@ -100,7 +102,9 @@ def _trained(origin: Origin) -> str:
     if best := training.get("best"):
         lines.append(
             f"best round of evaluation so far: step {best.get('step')}, acceptance length "
-            f"{best['acceptance_length']:.2f} (teacher-forced; of that step, not of this folder)"
+            f"{best['acceptance_length']:.2f} (teacher-forced"
+            + ("" if best.get("step") == training.get("step") else "; not of this folder's step")
+            + ")"
         )
     if origin.fingerprint:
         lines.append(f"fingerprint of the target: {origin.fingerprint}")

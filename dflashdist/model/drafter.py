@@ -180,9 +180,17 @@ def save_drafter(path: str | Path, drafter: Drafter, dtype: str = "bfloat16") ->
         name: tensor.detach().to("cpu", to, copy=True).contiguous()
         for name, tensor in drafter.state_dict().items()
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, folder / "model.safetensors")
     config = json.dumps(drafter.shape.to_config(dtype), indent=2)
     (folder / "config.json").write_text(config + "\n")
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """A safetensors file that whoever may read new files may read: the library's own is private."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def load_drafter(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Drafter:

@@ -64,6 +64,7 @@ def _of_state(file: Path) -> Record:
     training |= {
         "max_length": data.get("max_length"),
         "num_anchors": drafter.get("num_anchors"),
+        "init_from": Path(str(drafter["init_from"])).name if drafter.get("init_from") else None,
         "loss": config.get("loss"),
         "optim": config.get("optim"),
     }

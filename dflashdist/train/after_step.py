@@ -53,8 +53,9 @@ class AfterStep:
         if self._blueprint.config.checkpoint.at_start and state.step == 0:
             self.save(job, state)
         if self._blueprint.round_first:
-            self.evaluate(job, state)
+            _, left = self.evaluate(job, state)
             self.save(job, state)
+            self._fail(left if self._blueprint.config.gates_stop else [])
 
     def __call__(
         self, job: Job, state: TrainState, sums: StepSums, rate: float, norm: float
@@ -62,16 +63,20 @@ class AfterStep:
         """Report, evaluate and save where it is time. Returns whether all ranks stop now."""
         config = self._blueprint.config
         self._report(state, sums, rate, norm)
+        left = []
         if config.gates:
             known = {"lr": rate, "grad_norm": norm, "skipped_steps": state.skipped}
-            self._hold_gates(state.step, sums.summary(job.plan) | known)
+            left = self._gates_left(state.step, sums.summary(job.plan) | known)
         stop = sums.extra("stop") > 0
         last = state.step == job.steps.num_steps
         best = False
         if self._blueprint.stream.due(state.step) and not stop:  # else when the run goes on
-            best = self.evaluate(job, state) and config.evaluate.keep_best
-        if stop or last or best or state.step % config.checkpoint.every == 0:
+            best, more = self.evaluate(job, state)
+            best, left = best and config.evaluate.keep_best, left + more
+        failed = left if config.gates_stop else []
+        if failed or stop or last or best or state.step % config.checkpoint.every == 0:
             self.save(job, state)
+        self._fail(failed)
         if stop and self._world.rank == 0:
             log.warning("asked to stop: saved after step %d; train.resume=auto goes on", state.step)
         return stop
@@ -93,8 +98,8 @@ class AfterStep:
             beats=self._world.health.beats,
         )
 
-    def evaluate(self, job: Job, state: TrainState) -> bool:
-        """The round of this step. Returns whether it is the best so far."""
+    def evaluate(self, job: Job, state: TrainState) -> tuple[bool, list[str]]:
+        """The round of this step. Returns whether it is the best so far, and gates left."""
         stream = self._blueprint.stream
         assert self._evaluator and stream.rounds
         values = self._evaluator.round(state.step)
@@ -108,18 +113,26 @@ class AfterStep:
         if self._reporter and self._rounds:
             self._reporter.evaluation(state.step, values, best)
             self._rounds.add(state.step, values, {"best": best})
-        self._hold_gates(state.step, values)
-        return best
+        return best, self._gates_left(state.step, values)
 
-    def _hold_gates(self, step: int, values: dict[str, float]) -> None:
-        """Warn of each gate that is left, or end the run. Raises RunFailed, on all drafters."""
-        for text in self._blueprint.gates.left(step, values):
+    def _gates_left(self, step: int, values: dict[str, float]) -> list[str]:
+        """What to say of the gates that are left now, in tensorboard too; in the log only where
+        the run goes on."""
+        left = self._blueprint.gates.left(step, values)
+        for text in left:
             if self._reporter:
                 self._reporter.warning(step, text)
-            if self._blueprint.config.gates_stop:
-                self.close()
-                raise RunFailed(f"{text} (gates_stop=true)")
-            log.warning("%s", text)
+            if not self._blueprint.config.gates_stop:
+                log.warning("%s", text)
+        return left
+
+    def _fail(self, left: list[str]) -> None:
+        """Raises RunFailed, on all drafters, if there is a gate to end the run for."""
+        if left:
+            self.close()
+            raise RunFailed(
+                f"{'; '.join(left)} (gates_stop=true); this step is saved, to be looked at"
+            )
 
     def save(self, job: Job, state: TrainState) -> None:
         """The lead writes; the others wait for it, so that nobody takes the pause for a fault."""

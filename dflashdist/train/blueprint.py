@@ -18,7 +18,14 @@ from dflashdist.checks import needs_last
 from dflashdist.cluster.roles import Roles, assign_roles
 from dflashdist.cluster.transport import MessageSpec
 from dflashdist.cluster.world import Place
-from dflashdist.config import Config, InputError, LossConfig, dump_config, queue_depth
+from dflashdist.config import (
+    Config,
+    InputError,
+    LossConfig,
+    changed_settings,
+    dump_config,
+    queue_depth,
+)
 from dflashdist.data.shards import TokenStore
 from dflashdist.model.blocks import default_gamma
 from dflashdist.model.drafting import num_drafts
@@ -102,6 +109,7 @@ class Blueprint:
         if self.resume:
             self.saved = read_facts(self.resume)
             check_facts(self.saved, self.facts(), self.resume)
+            self._check_beginning()
         self.first_step: int = self.saved.get("step", 0)
         cursor = self.saved.get("cursor", self.first_seq)
         if cursor < min(self.first_seq, self.steps.end):
@@ -115,6 +123,18 @@ class Blueprint:
         self.best = self._saved_best()
         if self.best and config.evaluate.keep_best:
             self.checkpoints.best = self.best.step
+
+    def _check_beginning(self) -> None:
+        """Refuse to go on with first weights that the run did not begin with: they would not be
+        read. Raises InputError."""
+        for change in changed_settings(self.saved.get("config", ""), self.config):
+            if (
+                change.startswith(("drafter.init:", "drafter.init_from:"))
+                and "config" in self.saved
+            ):
+                raise InputError(
+                    f"{change}: {self.resume} goes on with weights of its own; take another run.dir"
+                )
 
     def _saved_best(self) -> Best | None:
         """The best round that the checkpoint knows of. Where this run measures something else, so

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dflashdist.config import CheckpointConfig, InputError
 from dflashdist.data.shards import sync
-from dflashdist.model.drafter import AVERAGE, Drafter, save_drafter
+from dflashdist.model.drafter import AVERAGE, Drafter, save_drafter, save_tensors
 from dflashdist.train.optim import Optimizer, WeightAverage
 
 log = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ def save_float32(drafter: Drafter, file: Path) -> None:
         name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
         for name, tensor in drafter.state_dict().items()
     }
-    save_file(weights, file, metadata={"format": "pt"})
+    save_tensors(weights, file)
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
@@ -207,14 +207,25 @@ def check_facts(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) ->
         _check_plan(saved, now, checkpoint)  # names what differs; another store has another plan
     for name, fix in SAME.items():
         if saved[name] != now[name]:
-            raise InputError(f"{checkpoint}: {name} was {saved[name]} and is {now[name]}; {fix}")
+            before, after = differing(saved[name], now[name])
+            raise InputError(f"{checkpoint}: {name} was {before} and is {after}; {fix}")
     for name, fix in LATER.items():
         before = saved.get(name, OLDER.get(name, now[name]))
         if before != now[name]:
+            before, after = differing(before, now[name])
             raise InputError(
-                f"{checkpoint}: {name} was {before} and is {now[name]}; {fix}, or start anew "
+                f"{checkpoint}: {name} was {before} and is {after}; {fix}, or start anew "
                 "from these weights with drafter.init_from in another run.dir"
             )
+
+
+def differing(before: Any, after: Any) -> tuple[Any, Any]:
+    """Of two dictionaries the entries that differ; what one lacks is a default. Else both."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return before, after
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    left, right = ({key: one.get(key, "default") for key in keys} for one in (before, after))
+    return left, right
 
 
 def _check_plan(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:

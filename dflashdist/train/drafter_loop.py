@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dflashdist.cluster.health import Health
-from dflashdist.config import OptimConfig
+from dflashdist.config import InputError, OptimConfig
 from dflashdist.schedule.plan import Plan, Steps
 from dflashdist.train.evaluation import Best
 from dflashdist.train.metrics import Clock, StepSums
@@ -34,8 +34,8 @@ from dflashdist.train.sources import Source
 log = logging.getLogger(__name__)
 
 
-class RunFailed(RuntimeError):
-    """Training cannot go on; the message says why and what to do."""
+class RunFailed(InputError):
+    """Training cannot go on, for what is in data or settings; the message says what to do."""
 
 
 @dataclass

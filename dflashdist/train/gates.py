@@ -15,6 +15,11 @@ class Gates:
         """`known`: names of the metrics that all drafters have alike. Raises InputError for a gate
         on another one, or without a bound."""
         for number, gate in enumerate(gates):
+            if gate.metric not in known and gate.metric.startswith("eval"):
+                raise InputError(
+                    f"gates[{number}].metric={gate.metric}: this run has no such round of "
+                    "evaluation; set evaluate.every, or gates=[]"
+                )
             if gate.metric not in known:
                 near = difflib.get_close_matches(gate.metric, known, n=1, cutoff=0.0)
                 raise InputError(

@@ -108,6 +108,10 @@ def announce(blueprint: Blueprint, world: World) -> None:
         print(f"resuming after step {blueprint.first_step} from {blueprint.resume}")
         for change in changed_settings(blueprint.saved["config"], config):
             print(f"  with another {change}")
+    elif config.drafter.init_from:
+        print(f"the first weights are those of {config.drafter.init_from}")
+    if blueprint.first_step >= steps.num_steps:
+        print(f"step {blueprint.first_step:,} was the last: nothing is left to train")
     for note in blueprint.notes:
         print(f"NOTE: {note}")
     print(f"run folder {blueprint.folder}", flush=True)

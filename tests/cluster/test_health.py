@@ -71,6 +71,25 @@ def test_a_stuck_rank_is_named_and_all_end():
     assert causes[0].endswith("; do this")
 
 
+def finish_late() -> str:
+    world = join(stall_seconds=0.05)  # a wait may take 24 times as long, 1.2 s
+    if world.rank == 0:
+        for step in range(30):
+            world.health.phase("step", step, kind=step)
+            time.sleep(0.1)
+        world.health.finish("all done")
+    world.health.wait_end()
+    world.close()
+    return cause(world)
+
+
+@pytest.mark.dist
+def test_who_waits_for_the_end_is_not_stuck():
+    """Whose own work was done long before the last save is judged by nobody."""
+    ranks = Ranks(3, finish_late)
+    assert ranks.results() == ["all done"] * 3
+
+
 # ---- an exception on one rank, which closes the connections that others wait on
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from dflashdist.cluster.world import Place
-from dflashdist.config import Config, InputError, load_config
+from dflashdist.config import Config, InputError, dump_config, load_config
 from dflashdist.data.shards import TokenStoreWriter
 from dflashdist.model.drafter import Drafter, load_drafter
 from dflashdist.train.blueprint import Blueprint
@@ -222,8 +222,8 @@ def test_resume_auto_none_and_a_path(trained, overrides, tmp_path):
         ("drafter.num_anchors=3", "num_anchors 4 -> 3"),
         ("seed=1", "seed 0 -> 1"),
         ("train.accumulation_steps=8", "window was 4 and is 8; keep drafters x"),
-        ("drafter.num_layers=2", "drafter was "),
-        ("loss.weights=uniform", "objective was {} and is {'weights': 'uniform'}"),
+        ("drafter.num_layers=2", "drafter was {'num_layers': 1} and is {'num_layers': 2}; rest"),
+        ("loss.weights=uniform", "was {'weights': 'default'} and is {'weights': 'uniform'}"),
         ("loss.contiguous_only=false", "is {'contiguous_only': False}"),
         ("loss.terms.kl=0.5", "restore the loss section, or start anew from these weights"),
         ("optim.kind=muon", "optimizer was adamw and is muon; restore optim.kind"),
@@ -249,6 +249,23 @@ def test_what_changes_no_result_goes_on(trained, overrides):
         "loss.selector=0.5",
     ]
     assert blueprint(overrides, *idle).first_step == 5
+
+
+def test_other_first_weights_are_refused_where_they_would_not_be_read(trained, overrides):
+    facts = trained.blueprint.facts() | {"config": dump_config(trained.blueprint.config)}
+    trained.blueprint.checkpoints.save(5, trained.drafter, trained.optimizer, facts)
+    assert blueprint(overrides, "optim.lr=1e-5").first_step == 5
+    with pytest.raises(
+        InputError, match=r"init_from: None -> x: .*step_00000005 goes on .* run\.dir"
+    ):
+        blueprint(overrides, "drafter.init_from=x")
+
+
+def test_files_are_as_public_as_others(trained):
+    """A server may run under another user."""
+    place = trained.save(5)
+    modes = {file.stat().st_mode for file in place.rglob("*") if file.is_file()}
+    assert len(modes) == 1 and modes == {(place / "config.json").stat().st_mode}
 
 
 def test_another_store_is_refused(trained, overrides, tmp_path):

@@ -53,10 +53,16 @@ def test_each_gate_is_told_once():
 
 
 def test_a_gate_that_could_never_be_left_is_refused():
-    with pytest.raises(InputError, match=r"gates\[1\]\.metric=eval/acceptance: .* nearest is eval"):
-        Gates([GateConfig("loss", below=1.0), GateConfig("eval/acceptance", above=1.0)], KNOWN)
+    with pytest.raises(
+        InputError, match=r"gates\[1\]\.metric=acceptance_length: .* nearest is eval"
+    ):
+        Gates([GateConfig("loss", below=1.0), GateConfig("acceptance_length", above=1.0)], KNOWN)
     with pytest.raises(InputError, match=r"gates\[0\] on loss: set below, above or not_below"):
         Gates([GateConfig("loss", step=5)], KNOWN)
+    with pytest.raises(
+        InputError, match=r"eval_ema/acceptance_length: .* no such round .* gates=\[\]"
+    ):
+        Gates([GateConfig("eval_ema/acceptance_length", above=1.0)], {"loss"})
     known = step_metrics(4, [64, 128])
     assert {"accuracy/position_03", "bucket_loss/00128", "grad_norm"} <= known
     assert "queue_depth" not in known, "rank 0 alone knows it"
@@ -115,7 +121,7 @@ def test_a_gate_warns(gated, tmp_path):
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["step", "round"])
 def test_a_gate_ends_the_run_on_all_ranks(gated, tiny_store, tmp_path, kind):
-    """Naming gate, value and step; nothing is trained or saved after it."""
+    """Naming gate, value and step; that step is saved, and nothing is trained after it."""
     job = [*gated, "gates_stop=true", "roles.num_targets=1"]
     if kind == "round":  # no drafter says 9 tokens of 4
         job += [
@@ -130,10 +136,12 @@ def test_a_gate_ends_the_run_on_all_ranks(gated, tiny_store, tmp_path, kind):
     metric = {"step": "loss below 1", "round": "eval/acceptance_length above 9"}[kind]
     assert causes(folder)
     for cause in causes(folder):
-        assert f"RunFailed: gate {metric} from step 3 is left: " in cause, cause
-        assert f" at step {at} (gates_stop=true)" in cause, cause
+        assert f": gate {metric} from step 3 is left: " in cause, cause
+        assert f" at step {at} (gates_stop=true); this step is saved" in cause, cause
+        assert "train.resume" not in cause, "which would end alike"
     assert list(losses(folder)) == list(range(1, at + 1)), "tensorboard has all that led to it"
-    assert not (folder / "checkpoints/step_00000004").exists()
+    saved = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
+    assert saved[-1] == f"step_{at:08d}"
     if kind == "round":
         lines = (folder / "eval/rounds.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [2, 4]
