@@ -138,13 +138,23 @@ def test_other_files_are_no_reports(checkpoint, tmp_path):
             export_drafter(checkpoint, tmp_path / "out", report=tmp_path / name)
 
 
+def test_the_card_says_what_training_began_with(checkpoint, tmp_path):
+    """By the folder's name: its path is nobody's business."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    assert "begun from" not in card_of(export_drafter(source, tmp_path / "plain"))
+    config = json.loads((source / "trainer/state.json").read_text())["config"]
+    assert config.count("init_from: null") == 1
+    change_state(source, config=config.replace("init_from: null", "init_from: /home/alice/base"))
+    card = card_of(export_drafter(source, tmp_path / "out"))
+    assert "- begun from the weights of `base`\n" in card and "alice" not in card
+
+
 def test_best_of_training_is_not_this_folders_result(checkpoint, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     change_state(source, best={"step": 1, "acceptance_length": 2.345, "rows": "ab"})
     card = card_of(export_drafter(source, tmp_path / "out"))
-    assert (
-        "best round of evaluation so far: step 1, acceptance length 2.35 (teacher-forced; of"
-        in (card)
-    )
+    told = "best round of evaluation so far: step 1, acceptance length 2.35 (teacher-forced; not of"
+    assert told in card
     assert config_of(tmp_path / "out")["dflashdist"]["training"]["best"]["step"] == 1

@@ -101,7 +101,8 @@ def test_an_export_of_an_export_has_it_too(source, tmp_path):
 
 
 def test_an_export_is_evaluated_as_it_was_trained(source, checkpoint, tiny_target, tmp_path):
-    """By its template, settings and date; without the file, by name of the file."""
+    """By its template, settings and date. A checkpoint by the file that training read; where that
+    is gone or another, by name of the file."""
     out = export_drafter(source, tmp_path / "out")
     asked = [{"role": "user", "content": "w5"}]
 
@@ -111,9 +112,14 @@ def test_an_export_is_evaluated_as_it_was_trained(source, checkpoint, tiny_targe
 
     assert text(out) == "<|im_start|>w5<|im_end|>w03 w9 w7"
     assert text(out, date="2026-01-31", template_settings={"greeting": "w8"}).endswith("w31 w8 w7")
-    with pytest.raises(InputError, match=r"own\.jinja; name its file by data.template"):
-        text(source)
-    assert text(source, template=str(tmp_path / "own.jinja")) == text(out)
+    assert text(source) == text(out)
+    own = tmp_path / "own.jinja"
+    elsewhere = own.rename(tmp_path / "elsewhere.jinja")
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"own\.jinja; name its file by data.template"):
+            text(source)
+        own.write_text("another")
+    assert text(source, template=str(elsewhere)) == text(out)
     (out / "chat_template.jinja").write_text("another")
     with pytest.raises(InputError, match=r"own\.jinja; name its file by data.template"):
         text(out)
