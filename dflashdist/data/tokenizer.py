@@ -7,7 +7,7 @@ supplies the tokenizer, the configuration and the template's text, and nothing e
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,6 +76,17 @@ def template_digest(templates: Mapping[str, str]) -> str:
     plain = list(templates) == [DEFAULT]
     text = templates[DEFAULT] if plain else json.dumps(dict(sorted(templates.items())))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def template_file(places: Iterable[Path], digest: str | None) -> Path | None:
+    """The first of these files that holds the one template of this digest; None where none does."""
+    for place in places:
+        try:
+            if template_digest({DEFAULT: place.read_text("utf-8")}) == digest:
+                return place
+        except (OSError, UnicodeDecodeError):
+            continue
+    return None
 
 
 def _from_folder(folder: Path) -> TargetTokenizer | None:

@@ -36,7 +36,7 @@ from dflashdist.model.drafter import Drafter, load_drafter, weights_digest
 from dflashdist.model.drafting import num_drafts
 from dflashdist.model.frozen import Frozen, target_fingerprint
 from dflashdist.model.record import read_record
-from dflashdist.model.shape import check_supported, need, read_target_config
+from dflashdist.model.shape import check_sizes, check_supported, need, read_target_config
 from dflashdist.model.target import Target
 
 ATTENTION = (AUTO, "sdpa", "eager")  # those that take masks over a cache of uneven rows
@@ -261,16 +261,7 @@ def _check_fit(path: str, drafter: Drafter, checkpoint: Path, revision: str | No
     """Raises InputError for a target that is unsupported or not the one of this drafter."""
     config = read_target_config(path, revision)
     check_supported(config)
-    shape = drafter.shape
-    for key, expected in (
-        ("hidden_size", shape.hidden_size),
-        ("vocab_size", shape.vocab_size),
-        ("num_hidden_layers", shape.num_target_layers),
-    ):
-        if need(config, key) != expected:
-            raise InputError(
-                f"{path}: {key} is {config[key]}, the drafter was made for a target with {expected}"
-            )
+    check_sizes(path, config, drafter.shape)
     trained_for, found = read_record(checkpoint).fingerprint, target_fingerprint(path, revision)
     if trained_for not in (None, found):
         raise InputError(

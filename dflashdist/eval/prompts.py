@@ -19,8 +19,8 @@ from dflashdist.data.conversations import Message, RowError, parse_prompt
 from dflashdist.data.messages import NOT_JSON
 from dflashdist.data.shards import META, TokenStore
 from dflashdist.data.sources import Sources
-from dflashdist.data.tokenizer import DEFAULT, template_digest
-from dflashdist.model.record import TEMPLATE, read_record
+from dflashdist.data.tokenizer import template_file
+from dflashdist.model.record import read_record
 
 _PACKAGE = Path(__file__).parent.parent
 BUILTIN = {
@@ -102,15 +102,14 @@ def _rendering(folder: Path, data: DataConfig) -> dict[str, Any] | None:
 def _template_file(folder: Path, rendering: dict[str, Any]) -> str:
     """The template's file, in an export or where training read it. Raises InputError where it is
     not there, or another."""
-    for file in (folder / TEMPLATE, Path(read_record(folder).template or TEMPLATE).expanduser()):
-        if file.is_file():
-            text = file.read_text(encoding="utf-8")
-            if template_digest({DEFAULT: text}) == rendering["template_sha256"]:
-                return str(file)
-    raise InputError(
-        f"{folder}: trained with the chat template {rendering['template']}; name its file by "
-        "data.template"
-    )
+    places = read_record(folder).template_places(folder)
+    file = template_file(places, rendering["template_sha256"])
+    if file is None:
+        raise InputError(
+            f"{folder}: trained with the chat template {rendering['template']}; name its file by "
+            "data.template"
+        )
+    return str(file)
 
 
 def read_prompts(

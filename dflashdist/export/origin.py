@@ -8,10 +8,10 @@ import torch
 
 from dflashdist.config import InputError
 from dflashdist.data.chat import OWN as OWN_TEMPLATE
-from dflashdist.data.tokenizer import DEFAULT, template_digest
+from dflashdist.data.tokenizer import template_file
 from dflashdist.export.target import NamedTarget, check_target, find_target
 from dflashdist.model.drafter import AVERAGE, Drafter, exact_weights, read_shape, read_weights
-from dflashdist.model.record import STATE, TEMPLATE, Record, read_record
+from dflashdist.model.record import STATE, Record, read_record
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,8 @@ def _read_drafter(folder: Path, ema: bool) -> tuple[Drafter, Path]:
 
 def _template(record: Record, folder: Path) -> bytes | None:
     """The recorded template's file, from where training read it or from an earlier export."""
-    wanted = record.rendering.get("template_sha256")
     if record.rendering.get("template", OWN_TEMPLATE) == OWN_TEMPLATE:
         return None
-    places = [folder / TEMPLATE]
-    if record.template:
-        places.append(Path(record.template).expanduser())
-    for place in places:
-        try:
-            text = place.read_text("utf-8")
-            if template_digest({DEFAULT: text}) == wanted:
-                return place.read_bytes()
-        except (OSError, UnicodeDecodeError):
-            continue
-    return None
+    wanted = record.rendering.get("template_sha256")
+    file = template_file(record.template_places(folder), wanted)
+    return file.read_bytes() if file else None

@@ -9,7 +9,7 @@ from typing import Any
 from dflashdist.config import InputError
 from dflashdist.data.tokenizer import TargetTokenizer
 from dflashdist.model.frozen import places_of, target_fingerprint
-from dflashdist.model.shape import DrafterShape, read_target_config
+from dflashdist.model.shape import DrafterShape, check_sizes, read_target_config
 
 log = logging.getLogger(__name__)
 
@@ -79,16 +79,7 @@ def check_target(target: NamedTarget, shape: DrafterShape, fingerprint: str | No
     folder = str(target.folder)
     config = read_target_config(folder)
     config = {**(config.get("text_config") or {}), **config}
-    for key, expected in (
-        ("hidden_size", shape.hidden_size),
-        ("vocab_size", shape.vocab_size),
-        ("num_hidden_layers", shape.num_target_layers),
-    ):
-        if config.get(key) != expected:
-            raise InputError(
-                f"{target.name}: {key} is {config.get(key)}, the drafter was made for a target "
-                f"with {expected}"
-            )
+    check_sizes(target.name, config, shape)
     if not fingerprint:
         return
     if target.cached and not _has_weights(folder):

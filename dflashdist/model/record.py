@@ -32,6 +32,12 @@ class Record:
     rendering: dict[str, Any] = field(default_factory=dict)  # template, template_sha256, ...
     template: str | None = None  # data.template: a path on the machine that trained
 
+    def template_places(self, folder: Path) -> list[Path]:
+        """Where the chat template may lie: in the folder of this record, and where training read
+        it."""
+        recorded = [Path(self.template).expanduser()] if self.template else []
+        return [folder / TEMPLATE, *recorded]
+
 
 def read_record(folder: Path) -> Record:
     """The record of a checkpoint, of the averaged weights' folder inside one, or of an export.

@@ -259,6 +259,20 @@ def check_supported(target_config: dict[str, Any]) -> None:
         raise InputError(f"target of type {kind} has an encoder: take a causal language model")
 
 
+def check_sizes(target: str, target_config: dict[str, Any], shape: DrafterShape) -> None:
+    """Hold a target's config.json to what a drafter was made for. Raises InputError."""
+    for key, expected in (
+        ("hidden_size", shape.hidden_size),
+        ("vocab_size", shape.vocab_size),
+        ("num_hidden_layers", shape.num_target_layers),
+    ):
+        found = need(target_config, key)
+        if found != expected:
+            raise InputError(
+                f"{target}: {key} is {found}, the drafter was made for a target with {expected}"
+            )
+
+
 def read_target_config(path: str, revision: str | None = None) -> dict[str, Any]:
     """config.json of a target: a folder, or a name on the model hub.
 

@@ -92,9 +92,8 @@ class Blueprint:
         if config.evaluate.every is not None:
             held_out, rounds = open_held_out(config, self.store, self.plan)
         self.stream = Stream(self.steps, rounds)
-        known = self.metrics()
-        self.gates = Gates(config.gates, known)
-        self.notes = self.gates.idle(known)
+        self.gates = Gates(config.gates, self.metrics())
+        self.notes = self.gates.idle(self.steps.num_steps)
         self.measured_on: str | None = None  # what a round's numbers depend on, beside the weights
         if held_out and rounds:
             self.measured_on = f"{rounds.plan.fingerprint}/{config.evaluate.max_new_tokens}"
@@ -106,10 +105,12 @@ class Blueprint:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
         self.resume = self.checkpoints.choose(config.train.resume, place.attempt > 0)
         self.saved: dict[str, Any] = {}
+        self.changes: list[str] = []  # of the configuration, since the checkpoint
         if self.resume:
             self.saved = read_facts(self.resume)
             check_facts(self.saved, self.facts(), self.resume)
-            self._check_beginning()
+            self.changes = changed_settings(self.saved["config"], config)
+            check_beginning(self.changes, self.resume)
         self.first_step: int = self.saved.get("step", 0)
         cursor = self.saved.get("cursor", self.first_seq)
         if cursor < min(self.first_seq, self.steps.end):
@@ -123,18 +124,6 @@ class Blueprint:
         self.best = self._saved_best()
         if self.best and config.evaluate.keep_best:
             self.checkpoints.best = self.best.step
-
-    def _check_beginning(self) -> None:
-        """Refuse to go on with first weights that the run did not begin with: they would not be
-        read. Raises InputError."""
-        for change in changed_settings(self.saved.get("config", ""), self.config):
-            if (
-                change.startswith(("drafter.init:", "drafter.init_from:"))
-                and "config" in self.saved
-            ):
-                raise InputError(
-                    f"{change}: {self.resume} goes on with weights of its own; take another run.dir"
-                )
 
     def _saved_best(self) -> Best | None:
         """The best round that the checkpoint knows of. Where this run measures something else, so
@@ -154,14 +143,14 @@ class Blueprint:
             )
         return None
 
-    def metrics(self) -> dict[str, int]:
-        """The names of all metrics that all drafters know, each with the last step that has it."""
-        drafts, last = num_drafts(self.shape), self.steps.num_steps
+    def metrics(self) -> set[str]:
+        """The names of all metrics that all drafters know."""
+        drafts = num_drafts(self.shape)
         names = step_metrics(drafts + 1, self.plan.edges)
         if self.stream.rounds:
             averaged = self.config.optim.ema is not None
             names |= round_metrics(self.stream.rounds, drafts, averaged)
-        return dict.fromkeys(sorted(names), last)  # a round follows the last step
+        return names
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint records, and what resuming holds it to."""
@@ -222,6 +211,16 @@ class Blueprint:
     @property
     def first_seq(self) -> int:
         return self.first_step * self.steps.window
+
+
+def check_beginning(changes: list[str], resume: Path) -> None:
+    """Refuse to go on with first weights that the run did not begin with: they would not be read.
+    Raises InputError."""
+    for change in changes:
+        if change.startswith(("drafter.init:", "drafter.init_from:")):
+            raise InputError(
+                f"{change}: {resume} goes on with weights of its own; take another run.dir"
+            )
 
 
 def objective(loss: LossConfig, shape: DrafterShape) -> dict[str, Any]:

@@ -45,6 +45,7 @@ LATER = {  # the same, where older checkpoints do not say
     "objective": "restore the loss section",
 }
 OLDER = {"optimizer": "adamw"}  # and what they mean then
+DROPPED = ".dropped.partial"  # ends the name of one that is being removed
 OLD = ".old.partial"  # ends the name of one whose step is saved again
 NAME = re.compile(r"step_(\d{8,})")
 
@@ -168,13 +169,12 @@ class Checkpoints:
 
 def drop(folder: Path) -> None:
     """Remove a folder, if it is there, so that a kill leaves nothing of it under its name."""
-    aside = folder.with_name(f".{folder.name.lstrip('.')}.dropped.partial")
-    if folder.suffixes[-2:] != [".dropped", ".partial"]:
+    aside = folder
+    if not folder.name.endswith(DROPPED):
+        aside = folder.with_name(f".{folder.name.lstrip('.')}{DROPPED}")
         shutil.rmtree(aside, ignore_errors=True)
         with suppress(FileNotFoundError):
             os.rename(folder, aside)
-    else:
-        aside = folder
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -194,7 +194,7 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
         facts = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: not a checkpoint's state ({error})") from error
-    missing = {"step", "fingerprint", "fingerprint_parts", *SAME} - facts.keys()
+    missing = {"step", "config", "fingerprint", "fingerprint_parts", *SAME} - facts.keys()
     if missing:
         raise InputError(f"{file}: not a checkpoint's state (no {', '.join(sorted(missing))})")
     return facts

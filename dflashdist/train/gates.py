@@ -3,7 +3,7 @@ broken, one that falls too early that something leaks."""
 
 import difflib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from dflashdist.config import GateConfig, InputError
 
@@ -30,13 +30,13 @@ class Gates:
                 raise InputError(f"gates[{number}] on {gate.metric}: set below, above or not_below")
         self._gates = list(gates)
 
-    def idle(self, last: Mapping[str, int]) -> list[str]:
-        """What to say of gates that begin after the `last` step that has their metric."""
+    def idle(self, last: int) -> list[str]:
+        """What to say of gates that begin after the `last` step, which has all metrics."""
         return [
             f"gate {gate.metric} from step {gate.step} cannot be left: this run has that metric up "
-            f"to step {last[gate.metric]}"
+            f"to step {last}"
             for gate in self._gates
-            if gate.not_below is None and gate.step > last[gate.metric]
+            if gate.not_below is None and gate.step > last
         ]
 
     def left(self, step: int, values: dict[str, float]) -> list[str]:

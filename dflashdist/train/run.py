@@ -13,7 +13,7 @@ from dflashdist.cluster.health import Halted
 from dflashdist.cluster.roles import DRAFTER, roles_table
 from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.world import Place, World, choose_device
-from dflashdist.config import Config, InputError, changed_settings, dump_config
+from dflashdist.config import Config, InputError, dump_config
 from dflashdist.train.blueprint import Blueprint, check_first_weights, check_tokenizer, versions
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def announce(blueprint: Blueprint, world: World) -> None:
         )
     if blueprint.resume:
         print(f"resuming after step {blueprint.first_step} from {blueprint.resume}")
-        for change in changed_settings(blueprint.saved["config"], config):
+        for change in blueprint.changes:
             print(f"  with another {change}")
     elif config.drafter.init_from:
         print(f"the first weights are those of {config.drafter.init_from}")

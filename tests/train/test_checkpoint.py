@@ -91,7 +91,10 @@ class Trained:
         self.optimizer.step()
 
     def save(self, step: int) -> Path:
-        facts = self.blueprint.facts() | {"cursor": step * self.blueprint.steps.window}
+        facts = self.blueprint.facts() | {
+            "cursor": step * self.blueprint.steps.window,
+            "config": dump_config(self.blueprint.config),
+        }
         return self.blueprint.checkpoints.save(step, self.drafter, self.optimizer, facts)
 
 
@@ -252,8 +255,7 @@ def test_what_changes_no_result_goes_on(trained, overrides):
 
 
 def test_other_first_weights_are_refused_where_they_would_not_be_read(trained, overrides):
-    facts = trained.blueprint.facts() | {"config": dump_config(trained.blueprint.config)}
-    trained.blueprint.checkpoints.save(5, trained.drafter, trained.optimizer, facts)
+    trained.save(5)
     assert blueprint(overrides, "optim.lr=1e-5").first_step == 5
     with pytest.raises(
         InputError, match=r"init_from: None -> x: .*step_00000005 goes on .* run\.dir"
@@ -291,7 +293,8 @@ def test_a_run_that_ended_in_a_partial_step_is_not_extended(overrides):
     trained = Trained(blueprint(overrides, "train.accumulation_steps=5"))
     steps = trained.blueprint.steps
     assert steps.end % 5, "the last step must be partial for this test"
-    facts = trained.blueprint.facts() | {"cursor": steps.end}
+    config = dump_config(trained.blueprint.config)
+    facts = trained.blueprint.facts() | {"cursor": steps.end, "config": config}
     checkpoints = trained.blueprint.checkpoints
     checkpoints.save(steps.num_steps, trained.drafter, trained.optimizer, facts)
     blueprint(overrides, "train.accumulation_steps=5")  # finished, and nothing to do

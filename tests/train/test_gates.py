@@ -76,7 +76,7 @@ def test_a_gate_after_the_end_is_told():
         {"below": 1.0, "step": 49},
     ]
     gates = Gates([GateConfig("loss", **bound) for bound in bounds], KNOWN)
-    assert gates.idle({"loss": 49, "eval/acceptance_length": 40}) == [
+    assert gates.idle(49) == [
         "gate loss from step 50 cannot be left: this run has that metric up to step 49"
     ]
 
