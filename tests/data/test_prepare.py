@@ -174,9 +174,9 @@ def test_a_store_is_reused_only_for_the_same(tmp_path):
     with pytest.raises(InputError, match="differs in the sources"):
         run(tmp_path, [*lines, lines[0]], overwrite=False)
     key = json.loads(meta.read_text())
-    key["key"]["code"] = "another"
+    key["key"]["rows"] -= 1
     meta.write_text(json.dumps(key))
-    with pytest.raises(InputError, match="the code of dflashdist"):
+    with pytest.raises(InputError, match="differs in the format of rows, which dflashdist has"):
         run(tmp_path, lines, overwrite=False)
     replaced = run(tmp_path, lines, max_length=100)
     assert not replaced["reused"] and replaced["fingerprint"] != first["fingerprint"]
