@@ -12,13 +12,14 @@ PACKAGE = Path(dflashdist.__file__).parent
 ALLOWED = {
     "config": {"checks"},
     "checks": {"config"},
+    "files": {"config"},
     "schedule": {"config"},
-    "data": {"config", "schedule"},
-    "regenerate": {"config", "data"},
+    "data": {"config", "files", "schedule"},
+    "regenerate": {"config", "files", "data"},
     "model": {"config", "checks"},
     "cluster": {"config"},
-    "train": {"config", "checks", "schedule", "data", "model", "cluster"},
-    "eval": {"config", "schedule", "data", "model", "regenerate"},
+    "train": {"config", "checks", "files", "schedule", "data", "model", "cluster"},
+    "eval": {"config", "files", "schedule", "data", "model", "regenerate"},
     "demo": {"config", "data", "model", "eval"},
     "cli": {"config", "commands"},
     "commands": {
@@ -33,7 +34,7 @@ ALLOWED = {
         "export",
         "regenerate",
     },
-    "export": {"config", "checks", "data", "model"},
+    "export": {"config", "checks", "files", "data", "model"},
     "__main__": {"cli"},
     "__init__": set(),
 }
@@ -41,6 +42,7 @@ ALLOWED = {
 FORBIDDEN = {
     "config": {"torch", "transformers"},
     "checks": {"torch", "transformers"},
+    "files": {"torch", "transformers", "numpy"},
     "schedule": {"torch", "transformers"},
     "data": {"torch.distributed"},
     "model": {"torch.distributed"},

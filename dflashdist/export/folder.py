@@ -15,8 +15,6 @@ and whatever kills the export, an old or a new folder is.
 
 import json
 import logging
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,12 @@ import torch
 
 import dflashdist
 from dflashdist.config import InputError
-from dflashdist.data.shards import sync
 from dflashdist.export import DTYPES, FORMATS
 from dflashdist.export.card import model_card
 from dflashdist.export.measured import read_report
 from dflashdist.export.origin import Origin, read_origin
 from dflashdist.export.speculators import speculators_config
+from dflashdist.files import new_folder, put_in_place, restore
 from dflashdist.model.drafter import Drafter, save_drafter
 from dflashdist.model.record import OWN, TEMPLATE
 
@@ -67,7 +65,7 @@ def export_drafter(
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r}: one of {', '.join(DTYPES)}")
     place = Path(out).expanduser().resolve()
-    _restore(place)
+    restore(place)
     _check_place(place, overwrite)
     origin = read_origin(checkpoint, ema=ema, target=target, revision=revision)
     _check_finite(origin.drafter, dtype, origin.folder)
@@ -87,16 +85,13 @@ def export_drafter(
         )
     config = exported_config(origin, format, dtype)
     card = model_card(place.name, origin, layout=format, dtype=dtype, report=measured)
-    aside = _aside(place)
-    _clean(place)
+    aside = new_folder(place)
     save_drafter(aside, origin.drafter, dtype)
     (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (aside / "README.md").write_text(card, encoding="utf-8")
     if origin.template is not None:
         (aside / TEMPLATE).write_bytes(origin.template)
-    for path in [*aside.iterdir(), aside]:
-        sync(path)
-    _swap(aside, place)
+    put_in_place(aside, place)
     return place
 
 
@@ -110,43 +105,6 @@ def exported_config(origin: Origin, format: str, dtype: str) -> dict[str, Any]:
         # Readers of newer published folders look for it here, those of older ones at the top.
         config["dflash_config"] = {"block_size": shape.block_size} | config["dflash_config"]
     return config | {OWN: {"version": dflashdist.__version__} | origin.facts()}
-
-
-def _aside(place: Path) -> Path:
-    """Where what is not complete lies."""
-    return place.with_name(f".{place.name}.partial")
-
-
-def _old(place: Path) -> Path:
-    """Where the replaced folder lies, complete, until the new one has the name."""
-    return place.with_name(f".{place.name}.old.partial")
-
-
-def _restore(place: Path) -> None:
-    """Give the name back to a folder that a killed export had moved aside."""
-    if _old(place).is_dir() and not _taken(place):
-        os.replace(_old(place), place)
-
-
-def _clean(place: Path) -> None:
-    """Remove what a killed export left, beside a complete folder of the name."""
-    aside, old = _aside(place), _old(place)
-    shutil.rmtree(aside, ignore_errors=True)
-    if old.is_dir():  # restored already where nothing has the name
-        os.replace(old, aside)
-        shutil.rmtree(aside)
-
-
-def _swap(aside: Path, place: Path) -> None:
-    """Give the name to the new folder, and remove the one that had it."""
-    old = _old(place)
-    if _taken(place):
-        os.replace(place, old)
-    os.replace(aside, place)
-    sync(place.parent)
-    if old.is_dir():
-        os.replace(old, aside)
-        shutil.rmtree(aside)
 
 
 def _taken(place: Path) -> bool:

@@ -14,10 +14,7 @@ Written aside, synced to disk, renamed: what carries the name is complete.
 
 import json
 import logging
-import os
 import re
-import shutil
-from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -27,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dflashdist.config import CheckpointConfig, InputError
-from dflashdist.data.shards import sync
+from dflashdist.files import OLD, new_folder, put_in_place, remove, restore
 from dflashdist.model.drafter import AVERAGE, Drafter, save_drafter, save_tensors
 from dflashdist.train.optim import Optimizer, WeightAverage
 
@@ -45,8 +42,6 @@ LATER = {  # the same, where older checkpoints do not say
     "objective": "restore the loss section",
 }
 OLDER = {"optimizer": "adamw"}  # and what they mean then
-DROPPED = ".dropped.partial"  # ends the name of one that is being removed
-OLD = ".old.partial"  # ends the name of one whose step is saved again
 NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -107,10 +102,7 @@ class Checkpoints:
         """Give back its name to a checkpoint that a kill, while its step was saved again, left
         without. All ranks may do so at once."""
         for old in self.folder.glob(f".*{OLD}"):
-            place = self.folder / old.name.removeprefix(".").removesuffix(OLD)
-            with suppress(OSError):  # another rank was first
-                if not place.exists():
-                    os.rename(old, place)
+            restore(self.folder / old.name.removeprefix(".").removesuffix(OLD))
 
     def save(
         self,
@@ -121,11 +113,9 @@ class Checkpoints:
         average: WeightAverage | None = None,
     ) -> Path:
         """Write the checkpoint of `step`, then drop the ones that need not be kept."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         place = self.place(step)
-        aside = self.folder / f".{place.name}.partial"
-        shutil.rmtree(aside, ignore_errors=True)
-        (aside / "trainer").mkdir(parents=True)
+        aside = new_folder(place)
+        (aside / "trainer").mkdir()
         save_drafter(aside, drafter, self._config.dtype)
         save_float32(drafter, aside / "trainer/weights.safetensors")
         if average:
@@ -133,13 +123,7 @@ class Checkpoints:
             save_float32(average.drafter, aside / "trainer/ema.safetensors")
         torch.save(optimizer.state_dict(), aside / "trainer/optimizer.pt")
         (aside / "trainer/state.json").write_text(json.dumps(facts | {"step": step}, indent=1))
-        for path in [*aside.rglob("*"), aside]:
-            sync(path)
-        if place.exists():  # a resumed run that passes this step again; pruned below
-            drop(self.folder / f".{place.name}{OLD}")
-            os.rename(place, self.folder / f".{place.name}{OLD}")
-        os.rename(aside, place)
-        sync(self.folder)
+        put_in_place(aside, place)  # over that of a run that passed this step before
         self.link_best()
         self.prune()
         return place
@@ -152,7 +136,7 @@ class Checkpoints:
         try:
             aside.unlink(missing_ok=True)
             aside.symlink_to(self.place(self.best).name)
-            os.replace(aside, self.folder / "best")
+            aside.replace(self.folder / "best")
         except OSError as error:  # a file system without links; trainer/state.json says it as well
             log.warning("%s: no link to the best checkpoint (%s)", self.folder, error)
 
@@ -162,20 +146,9 @@ class Checkpoints:
         every = self._config.keep_every
         for step in list(steps)[: -self._config.keep_last]:
             if step and step not in kept and not (every and step % every == 0):
-                drop(steps[step])
+                remove(steps[step])
         for path in self.folder.glob(".step_*.partial"):
-            drop(path)
-
-
-def drop(folder: Path) -> None:
-    """Remove a folder, if it is there, so that a kill leaves nothing of it under its name."""
-    aside = folder
-    if not folder.name.endswith(DROPPED):
-        aside = folder.with_name(f".{folder.name.lstrip('.')}{DROPPED}")
-        shutil.rmtree(aside, ignore_errors=True)
-        with suppress(FileNotFoundError):
-            os.rename(folder, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+            remove(path)
 
 
 def save_float32(drafter: Drafter, file: Path) -> None:

@@ -20,6 +20,7 @@ from dflashdist.cluster.health import Health
 from dflashdist.cluster.trace import Trace
 from dflashdist.config import Config, InputError
 from dflashdist.data.shards import TokenStore
+from dflashdist.files import whole_file
 from dflashdist.model.drafter import Drafter
 from dflashdist.model.drafting import num_drafts
 from dflashdist.model.frozen import Frozen
@@ -170,9 +171,8 @@ class RoundLog:
         file.parent.mkdir(parents=True, exist_ok=True)
         lines = file.read_text().splitlines() if file.is_file() else []
         kept = [line for line in lines if step_of(line) < first_step]
-        aside = file.with_name(f".{file.name}.partial")
-        aside.write_text("".join(line + "\n" for line in kept))
-        aside.replace(file)
+        with whole_file(file) as new:
+            new.write("".join(line + "\n" for line in kept))
 
     def add(self, step: int, values: dict[str, float], facts: dict[str, Any]) -> None:
         """Append the round after `step`."""

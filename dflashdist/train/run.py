@@ -1,19 +1,16 @@
 """One rank of a training job, from the command line to the end: check, join, work, leave."""
 
-import fcntl
 import json
 import logging
-import os
-import socket
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
 from dflashdist.cluster.health import Halted
 from dflashdist.cluster.roles import DRAFTER, roles_table
 from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.world import Place, World, choose_device
 from dflashdist.config import Config, InputError, dump_config
+from dflashdist.files import hold, whole_file
 from dflashdist.train.blueprint import Blueprint, check_first_weights, check_tokenizer, versions
 
 log = logging.getLogger(__name__)
@@ -30,10 +27,13 @@ def train_rank(config: Config) -> None:
         check_tokenizer(blueprint)
         check_first_weights(blueprint)
     device = choose_device(config.train.device, place)
+    lock = None
     try:
         (blueprint.folder / "logs").mkdir(parents=True, exist_ok=True)
         open_log(blueprint.folder / "logs", place.rank)
-        lock = take_folder(blueprint.folder) if place.rank == 0 else None
+        if place.rank == 0:
+            doing = "trains in it; wait for its end, or take another run.dir"
+            lock = hold(blueprint.folder / ".lock", f"run.dir={blueprint.folder}", doing)
     except OSError as error:
         raise InputError(f"run.dir={config.run.dir}: cannot be written ({error})") from error
     advice = f"; details in {blueprint.folder}/logs/; train.resume=auto goes on where it was saved"
@@ -47,27 +47,6 @@ def train_rank(config: Config) -> None:
     world.close()
     if lock:
         lock.close()
-
-
-def take_folder(folder: Path) -> IO[str] | None:
-    """Hold the run folder against a second job for the life of this process; None where its file
-    system has no locks. Raises InputError if a job has it."""
-    file = open(folder / ".lock", "a+")  # noqa: SIM115, held open
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        raise InputError(
-            f"run.dir={folder}: {holder} trains in it; wait for its end, or take another run.dir"
-        ) from error
-    except OSError:
-        log.warning("%s: no file locks here, so a second job in it would not be noticed", folder)
-        return None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
-    return file
 
 
 def work(blueprint: Blueprint, world: World) -> None:
@@ -115,14 +94,16 @@ def announce(blueprint: Blueprint, world: World) -> None:
     for note in blueprint.notes:
         print(f"NOTE: {note}")
     print(f"run folder {blueprint.folder}", flush=True)
-    (blueprint.folder / "config.yaml").write_text(dump_config(config))
+    with whole_file(blueprint.folder / "config.yaml") as file:
+        file.write(dump_config(config))
     facts = blueprint.facts() | {
         "members": [asdict(member) for member in world.members],
         "micro_batches_per_epoch": plan.micro_batches_per_epoch,
         "num_steps": steps.num_steps,
         "versions": versions(),
     }
-    (blueprint.folder / "plan.json").write_text(json.dumps(facts, indent=1))
+    with whole_file(blueprint.folder / "plan.json") as file:
+        json.dump(facts, file, indent=1)
 
 
 def open_log(folder: Path, rank: int) -> None:

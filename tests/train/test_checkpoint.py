@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from dflashdist.cluster.world import Place
 from dflashdist.config import Config, InputError, dump_config, load_config
 from dflashdist.data.shards import TokenStoreWriter
+from dflashdist.files import remove
 from dflashdist.model.drafter import Drafter, load_drafter
 from dflashdist.train.blueprint import Blueprint
-from dflashdist.train.checkpoint import drop, load_training
+from dflashdist.train.checkpoint import load_training
 from dflashdist.train.optim import build_optimizer
 
 CPU = torch.device("cpu")
@@ -189,9 +190,9 @@ def test_what_is_removed_loses_its_name_first(trained, overrides, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            drop(old)
+            remove(old)
     assert not checkpoints.steps() and blueprint(overrides).resume is None
-    drop(old)
+    remove(old)
     trained.save(9)
     assert {path.name for path in old.parent.iterdir()} == {"step_00000009"}
 
