@@ -19,14 +19,14 @@ if [ "${1:-}" = --regenerate ]; then
 fi
 run=runs/demo
 for item in "$@"; do case "$item" in run.dir=*) run="${item#run.dir=}" ;; esac; done
-target=dflashdist/demo/target
-conversations=dflashdist/demo
+target=launch/demo/target
+conversations=launch/demo
 began=$SECONDS
 
 if [ -n "$regenerate" ]; then
     conversations="$run/conversations"
     echo "==> asking the target about this Python's own library (some minutes)"
-    python -m dflashdist.demo.answers "$conversations" --target "$target"
+    python launch/demo/answers.py "$conversations" --target "$target"
 fi
 echo "==> preparing the token store $run/store"
 rm -rf "$run/checkpoints" "$run/tb" "$run/logs" # a demo starts anew

@@ -20,7 +20,6 @@ ALLOWED = {
     "cluster": {"config"},
     "train": {"config", "checks", "files", "schedule", "data", "model", "cluster"},
     "eval": {"config", "files", "schedule", "data", "model", "regenerate"},
-    "demo": {"config", "data", "model", "eval"},
     "cli": {"config", "commands"},
     "commands": {
         "config",

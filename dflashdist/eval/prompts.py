@@ -22,11 +22,7 @@ from dflashdist.data.sources import Sources
 from dflashdist.data.tokenizer import template_file
 from dflashdist.model.record import read_record
 
-_PACKAGE = Path(__file__).parent.parent
-BUILTIN = {
-    "builtin": _PACKAGE / "eval/builtin.jsonl",  # chat, code, math and writing in turn
-    "demo": _PACKAGE / "demo/heldout.jsonl.gz",  # held out of the demo target's training
-}
+BUILTIN = Path(__file__).parent / "builtin.jsonl"  # chat, code, math and writing in turn
 
 VALIDATION = "validation"  # the folder of a store's held-out rows, in it
 _STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -130,7 +126,7 @@ def read_prompts(
     if store:
         found = _stored(TokenStore.open(store), chat)
     else:
-        found = _asked(str(BUILTIN.get(str(source), source)), chat, evaluate.task)
+        found = _asked(str(BUILTIN if str(source) == "builtin" else source), chat, evaluate.task)
     prompts: list[Prompt] = []
     for prompt in found:
         if len(prompt.ids) > longest:

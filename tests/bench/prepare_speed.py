@@ -22,14 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import dflashdist.demo
 from dflashdist.config import DataConfig
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import Conversation, parse_row
 from dflashdist.data.prepare import num_cores, prepare
 from dflashdist.data.sources import Sources
 
-TARGET = Path(dflashdist.demo.__file__).parent / "target"
+TARGET = Path(__file__).parents[2] / "launch/demo/target"
 BATCH = 1024
 
 

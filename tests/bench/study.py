@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,14 +33,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import dflashdist.demo
 from dflashdist.checks import needs_last
 from dflashdist.config import Config, load_config
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.collate import collate
 from dflashdist.data.prepare import prepare
 from dflashdist.data.shards import TokenStore
-from dflashdist.demo.corpus import conversations, library_things
 from dflashdist.model.blocks import draw_anchors, pack, unpack
 from dflashdist.model.drafter import Drafter
 from dflashdist.model.drafting import num_drafts
@@ -52,7 +51,7 @@ from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 from dflashdist.schedule.plan import Plan
 from dflashdist.train.optim import build_optimizer, learning_rate, scale_and_clip, set_rate
 
-DEMO = Path(dflashdist.demo.__file__).parent
+DEMO = Path(__file__).parents[2] / "launch/demo"
 TARGET = str(DEMO / "target")
 WINDOW = 2  # micro-batches a step, as in the demo
 NUM_ORIGINAL = 3800  # conversations of original text, about as many as the target answered
@@ -107,6 +106,9 @@ class States:
 
 def make_data(folder: Path, config: Config) -> None:
     """The stores of both kinds of answers and of the held-out ones, with states beside them."""
+    sys.path.insert(0, str(DEMO))
+    from corpus import conversations, library_things
+
     things = [thing for thing in library_things() if not thing.held_out]
     talks = [messages for thing in things for messages in conversations(thing)]
     chat = ChatTokenizer.load(TARGET)

@@ -4,12 +4,11 @@ import json
 import re
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
+from demo_files import TARGET
 
-import dflashdist.demo
 from dflashdist.commands import inspected
 from dflashdist.config import Config, DataConfig, InputError
 from dflashdist.data.audit import (
@@ -28,7 +27,6 @@ from dflashdist.data.prepare import prepare
 from dflashdist.data.shards import TokenStore, TokenStoreWriter
 from dflashdist.data.tokenizer import TargetTokenizer
 
-TARGET = Path(dflashdist.demo.__file__).parent / "target"
 ANSWER = "Use ```` and \x1b[2J:\n\n```python\nx = 1\n```"
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from demo_files import TARGET
 from test_families import CHATML, DEEPSEEK, LLAMA, LLAMA_2, LLAMA_2_FIRST, MISTRAL_1
 from tiny_targets import shipped, write_target
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-import dflashdist.demo
 from dflashdist.config import InputError
 from dflashdist.data import chat as module
 from dflashdist.data import tokenizer as files
@@ -22,7 +22,6 @@ from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import Conversation, PlainText, RowError, TokenRow
 from dflashdist.data.messages import NOT_UNICODE
 
-TARGET = Path(dflashdist.demo.__file__).parent / "target"
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What does naïve.walk do?"},

@@ -4,13 +4,12 @@ import copy
 import json
 import random
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
+from demo_files import TARGET
 from spelled import spelled_rows
 
-import dflashdist.demo
 from dflashdist.config import DataConfig
 from dflashdist.data import messages
 from dflashdist.data.conversations import RowError, parse_prompt, parse_row
@@ -18,7 +17,6 @@ from dflashdist.data.prepare import prepare
 from dflashdist.data.shards import TokenStore
 from dflashdist.data.sources import Sources
 
-TARGET = Path(dflashdist.demo.__file__).parent / "target"
 REASONS = {value for name, value in vars(messages).items() if name.isupper()
            and isinstance(value, str)}  # fmt: skip
 SPELLED = [row for rows in spelled_rows().values() for _, row in rows]

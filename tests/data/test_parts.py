@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from demo_files import TARGET
 
-import dflashdist.demo
 from dflashdist.config import DataConfig, InputError
 from dflashdist.data import parts
 from dflashdist.data.chat import ChatTokenizer
@@ -23,7 +23,6 @@ from dflashdist.data.place import StorePlace
 from dflashdist.data.prepare import prepare
 from dflashdist.data.sources import Sources, Unit
 
-TARGET = Path(dflashdist.demo.__file__).parent / "target"
 PREPARE = """
 import sys
 from dflashdist.config import DataConfig

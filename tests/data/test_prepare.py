@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from demo_files import TARGET
 
-import dflashdist.demo
 from dflashdist.config import DataConfig, InputError
 from dflashdist.data import keys, messages, parts, splice, template
 from dflashdist.data import prepare as prepare_module
@@ -20,7 +20,6 @@ from dflashdist.data.place import StorePlace
 from dflashdist.data.prepare import format_summary, prepare
 from dflashdist.data.shards import TokenStore, TokenStoreWriter
 
-TARGET = Path(dflashdist.demo.__file__).parent / "target"
 FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
 DATED = (
     "{{ 'Today is ' + strftime_now('%Y-%m-%d') + '\n' }}{% for m in messages %}"

@@ -3,13 +3,12 @@
 import ast
 import gzip
 import json
-from pathlib import Path
 
+import corpus
 import pytest
+from demo_files import DEMO
 
-import dflashdist.demo
 from dflashdist.data.conversations import parse_row
-from dflashdist.demo import corpus
 
 SOURCE = '''
 """A module.
@@ -92,7 +91,7 @@ def test_held_out_is_by_top_level_module():
 
 
 def test_shipped_answers_keep_the_parts_apart():
-    folder = Path(dflashdist.demo.__file__).parent
+    folder = DEMO
     parts = {}
     for part in ("train", "heldout"):
         with gzip.open(folder / f"{part}.jsonl.gz", "rt") as lines:

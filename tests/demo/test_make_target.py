@@ -3,13 +3,13 @@
 import gzip
 import json
 
+import make_target as module
 import numpy as np
 import pytest
 import torch
+from answers import MAX_NEW_TOKENS, TARGET, Answerer, answered, write_gzip
 
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.demo import make_target as module
-from dflashdist.demo.answers import MAX_NEW_TOKENS, TARGET, Answerer, answered, write_gzip
 from dflashdist.eval.decode import CachedTarget, Rule, decode_plain, is_looping
 
 

@@ -3,13 +3,12 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from demo_files import TARGET
 from safetensors.torch import load_file, save_file
 
-import dflashdist.demo
 from dflashdist.config import DrafterConfig, EvaluateConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.eval import decode
@@ -23,13 +22,12 @@ from dflashdist.model.drafter import Drafter, save_drafter
 from dflashdist.model.frozen import target_fingerprint
 from dflashdist.model.shape import DrafterShape, read_target_config
 
-DEMO = Path(dflashdist.demo.__file__).parent / "target"
 QUESTIONS = ["What does json.dumps do?", "What is it?", "Describe os.walk please.", "Why?"]
 
 
 @pytest.fixture(scope="module")
 def chat():
-    return ChatTokenizer.load(DEMO)
+    return ChatTokenizer.load(TARGET)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +47,7 @@ def target(tmp_path_factory):
         model.lm_head.weight[:300] = model.lm_head.weight[308:] = 0
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(DEMO / file, folder / file)
+        shutil.copy(TARGET / file, folder / file)
     return folder
 
 
@@ -201,7 +199,7 @@ def test_memory_names_the_setting():
 
 def test_another_target_is_refused(drafter_folder, prompts):
     with pytest.raises(InputError, match=r"hidden_size is 128, the drafter was made for .* 32"):
-        evaluate_drafters([drafter_folder], str(DEMO), prompts, EvaluateConfig(), "cpu")
+        evaluate_drafters([drafter_folder], str(TARGET), prompts, EvaluateConfig(), "cpu")
 
 
 def test_another_target_of_the_same_shape_is_refused(drafter_folder, target, prompts, tmp_path):

@@ -1,13 +1,12 @@
 """Every token of an answer is held to the target's own choice, also after a tie."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from demo_files import TARGET
 from variants import target_of_few_words
 
-import dflashdist.demo
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.eval.acceptance import steady_positions
 from dflashdist.eval.decode import CachedTarget, Decoded, Rule, decode_plain, parts
@@ -19,7 +18,7 @@ RULE = Rule(24, end_ids=(0,))
 
 @pytest.fixture(scope="module")
 def chat():
-    return ChatTokenizer.load(Path(dflashdist.demo.__file__).parent / "target")
+    return ChatTokenizer.load(TARGET)
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from demo_files import TARGET
 from variants import variant_drafter
 
-import dflashdist.demo
 from dflashdist.cli import main
 from dflashdist.config import DrafterConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
@@ -19,15 +18,13 @@ from dflashdist.eval.generate import load_model
 from dflashdist.model.drafter import save_drafter
 from dflashdist.model.shape import DrafterShape, read_target_config
 
-DEMO = Path(dflashdist.demo.__file__).parent / "target"
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A random drafter of the demo's target that training measured far better."""
     folder = tmp_path_factory.mktemp("run") / "checkpoints/step_00000750"
     settings = DrafterConfig(num_layers=1, block_size=4, target_layer_ids=[1], mask_token_id=2111)
-    shape = DrafterShape.from_target(read_target_config(str(DEMO)), None, settings)
+    shape = DrafterShape.from_target(read_target_config(str(TARGET)), None, settings)
     save_drafter(folder, variant_drafter(shape, "dflash"))
     (folder / "trainer").mkdir()
     best = {"step": 750, "acceptance_length": 3.5}
@@ -37,7 +34,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def arguments(checkpoint):
-    return ["evaluate", str(checkpoint), f"target.path={DEMO}", "evaluate.prompts=demo",
+    return ["evaluate", str(checkpoint), f"target.path={TARGET}", "evaluate.prompts=demo",
             "evaluate.max_prompts=2", "evaluate.max_new_tokens=6", "train.device=cpu"]  # fmt: skip
 
 
@@ -71,7 +68,7 @@ def test_json_is_alone_on_stdout_and_warnings_go_to_stderr(arguments, capsys, tm
 
 
 def test_rows_that_training_may_have_seen(arguments, capsys, tmp_path):
-    meta = {"tokenizer_fingerprint": ChatTokenizer.load(DEMO).tokenizer_fingerprint}
+    meta = {"tokenizer_fingerprint": ChatTokenizer.load(TARGET).tokenizer_fingerprint}
     with TokenStoreWriter(tmp_path / "store", meta) as writer:
         writer.add(np.array([5, 6, 7, 8]), np.array([0, 0, 1, 1]))
     assert main([*arguments, "--json", f"evaluate.prompts={tmp_path / 'store'}"]) == 0
@@ -93,7 +90,7 @@ def test_cuda_where_there_is_none(arguments, capsys):
 
 def test_a_target_of_other_keys(arguments, capsys, tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(DEMO / file, tmp_path / file)
+        shutil.copy(TARGET / file, tmp_path / file)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 32}))
     error = refused(capsys, *arguments, f"target.path={tmp_path}")
     assert "config.json of type gpt2 has no hidden_size" in error
@@ -111,7 +108,7 @@ def test_attention_of_the_target(arguments, capsys):
     error = refused(capsys, *arguments, "target.attention=flash_attention_2")
     assert "target.attention=flash_attention_2: evaluate decodes with sdpa or eager" in error
     assert main([*arguments, "target.attention=eager", "--json"]) == 0
-    model = load_model(str(DEMO), "float32", "cpu", attention="eager")
+    model = load_model(str(TARGET), "float32", "cpu", attention="eager")
     assert model.config._attn_implementation == "eager"
 
 

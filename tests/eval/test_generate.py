@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from demo_files import TARGET
 
-import dflashdist.demo
 from dflashdist.config import InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import parse_row
@@ -24,7 +23,6 @@ from dflashdist.eval.generate import (
 from dflashdist.regenerate.replay import AnswerError
 from dflashdist.regenerate.run import failed_path, regenerate
 
-DEMO = Path(dflashdist.demo.__file__).parent / "target"
 QUESTIONS = [
     "What does json.dumps do?", "Explain os.walk.", "What is shutil.copy for?",
     "Show the source of asyncio.base_events.BaseEventLoop.create_task.",
@@ -37,12 +35,12 @@ NEW = 60
 
 @pytest.fixture(scope="module")
 def chat():
-    return ChatTokenizer.load(DEMO)
+    return ChatTokenizer.load(TARGET)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(str(DEMO), "float32", "cpu")
+    return load_model(str(TARGET), "float32", "cpu")
 
 
 @pytest.fixture
@@ -118,7 +116,7 @@ def test_answers_are_trained_on_as_the_tokens_they_were_written_in(tmp_path, mod
     rows.insert(4, {"text": "no conversation"})
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     counts = regenerate_locally(
-        [source], out, target=str(DEMO), batch_size=5, max_tokens=NEW, device="cpu"
+        [source], out, target=str(TARGET), batch_size=5, max_tokens=NEW, device="cpu"
     )
     expected = {
         text: ids for text, ids in zip(QUESTIONS, alone[1], strict=True) if ids[-1] in chat.end_ids
@@ -134,7 +132,7 @@ def test_answers_are_trained_on_as_the_tokens_they_were_written_in(tmp_path, mod
     assert counts["reasons"]["failed"]["counts"] == {
         "answer cut off at max_tokens": counts["failed"]
     }
-    again = LocalAnswerer(str(DEMO), model, chat, batch_size=5, max_tokens=NEW)
+    again = LocalAnswerer(str(TARGET), model, chat, batch_size=5, max_tokens=NEW)
     assert regenerate([source], out, again, concurrency=5)["already"] == len(expected)
     assert again._batch.num_tokens == 0  # nor are the cut ones asked again
     assert len(failed_path(out).read_text().splitlines()) == 12 - len(expected)
@@ -143,7 +141,7 @@ def test_answers_are_trained_on_as_the_tokens_they_were_written_in(tmp_path, mod
 def test_settings_of_local_answers_stand_in_their_file(tmp_path):
     """Of the template's settings too; the day only where it is named: tomorrow goes on."""
     template = tmp_path / "dated.jinja"
-    text = (DEMO / "chat_template.jinja").read_text()
+    text = (TARGET / "chat_template.jinja").read_text()
     template.write_text("{%- set today = strftime_now('%d %b %Y') -%}" + text)
     source, out = tmp_path / "in.jsonl", tmp_path / "made" / "out.jsonl"
     out.parent.mkdir()
@@ -151,7 +149,7 @@ def test_settings_of_local_answers_stand_in_their_file(tmp_path):
 
     def ask(**settings):
         return regenerate_locally(
-            [source], out, target=str(DEMO), batch_size=1, max_tokens=NEW, device="cpu",
+            [source], out, target=str(TARGET), batch_size=1, max_tokens=NEW, device="cpu",
             template=str(template), **settings,
         )  # fmt: skip
 
@@ -168,7 +166,7 @@ def test_settings_of_local_answers_stand_in_their_file(tmp_path):
 
 def test_the_shipped_conversations_come_out_again(tmp_path, model, chat):
     """The next question follows the model's own answer: these were made like that."""
-    with gzip.open(DEMO.parent / "train.jsonl.gz", "rt") as lines:
+    with gzip.open(TARGET.parent / "train.jsonl.gz", "rt") as lines:
         shipped = [json.loads(line)["messages"] for line in lines]
     shipped = [messages for messages in shipped if len(messages) > 2][:6]
     source, out = tmp_path / "in.jsonl", tmp_path / "made" / "out.jsonl"

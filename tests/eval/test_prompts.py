@@ -6,24 +6,22 @@ import json
 import sys
 import types
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
+from demo_files import DEMO, TARGET
 
-import dflashdist.demo
 from dflashdist.config import EvaluateConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.shards import TokenStoreWriter
 from dflashdist.eval.prompts import TASKS, read_prompts, training_rows
 
-DEMO = Path(dflashdist.demo.__file__).parent / "target"
 ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
 def chat():
-    return ChatTokenizer.load(DEMO)
+    return ChatTokenizer.load(TARGET)
 
 
 def write(folder, *rows):
@@ -160,4 +158,5 @@ def test_built_in_prompts(chat):
     assert len({tuple(prompt.ids) for prompt in prompts}) == 64
     few = read_prompts("builtin", chat, EvaluateConfig(max_prompts=4), longest=999)
     assert [prompt.task for prompt in few] == ["chat", "code", "math", "writing"]
-    assert len(read_prompts("demo", chat, EvaluateConfig(max_prompts=999), longest=999)) == 128
+    heldout = DEMO / "heldout.jsonl.gz"
+    assert len(read_prompts(heldout, chat, EvaluateConfig(max_prompts=999), longest=999)) == 128

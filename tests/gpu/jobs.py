@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
-DEMO = ROOT / "dflashdist/demo"
+DEMO = ROOT / "launch/demo"
 
 
 @cache

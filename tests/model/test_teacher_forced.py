@@ -1,12 +1,11 @@
 """Acceptance counted without decoding is that of the real loop, on text that the target wrote."""
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from demo_files import DEMO
 
-import dflashdist.demo
 from dflashdist.config import DrafterConfig, LossConfig
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import parse_row
@@ -20,7 +19,6 @@ from dflashdist.model.shape import DrafterShape, read_target_config
 from dflashdist.model.target import Target
 from dflashdist.model.teacher_forced import AcceptanceSums, find_answers, teacher_forced
 
-DEMO = Path(dflashdist.demo.__file__).parent
 FOLDER = str(DEMO / "target")
 LAYERS, BLOCK = (0, 2, 4), 4
 NUM_ROWS = 6

@@ -5,7 +5,7 @@ corpus.py's; matrices are trained by Muon, the embedding and the norms by AdamW.
 follows the clock, so that the time given is the time used: 50 minutes on 2 cores reach 2.46 nats a
 token on held-out answers, 10 minutes 3.36.
 
-    python -m dflashdist.demo.make_target OUT --minutes 50
+    python launch/demo/make_target.py OUT --minutes 50
 """
 
 import argparse
@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from corpus import conversations, library_things
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import Conversation, Message
-from dflashdist.demo.corpus import conversations, library_things
 
 VOCAB, SPARE = 2048, 64  # tokens, and embedding rows past them: the first is the mask token
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

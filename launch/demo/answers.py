@@ -4,7 +4,7 @@ A drafter learns to predict one target, so it is trained on what that target say
 loop or reach the cap are dropped, which the small target does on every third question or more;
 so are answers seen before. No held-out answer, nor a module it is about, is in the training set.
 
-    python -m dflashdist.demo.answers OUT_DIR    writes train.jsonl.gz and heldout.jsonl.gz
+    python launch/demo/answers.py OUT_DIR    writes train.jsonl.gz and heldout.jsonl.gz
 """
 
 import argparse
@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from corpus import conversations, library_things
 from tqdm import tqdm
 
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import Message
-from dflashdist.demo.corpus import conversations, library_things
 from dflashdist.eval.decode import is_looping
 from dflashdist.eval.generate import GreedyBatch, encodes_back, load_model
 

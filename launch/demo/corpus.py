@@ -7,7 +7,7 @@ text under the PSF licence, from the interpreter that runs this, the same on eve
 Held out are whole top-level modules, by the md5 of their names: no conversation of the training
 file is about a module that the held-out file asks about.
 
-    python -m dflashdist.demo.corpus OUT_DIR     writes train.jsonl and heldout.jsonl (10 s)
+    python launch/demo/corpus.py OUT_DIR     writes train.jsonl and heldout.jsonl (10 s)
 """
 
 import ast
@@ -272,7 +272,7 @@ def _hash(text: str) -> int:
 def main() -> None:
     """Command line: the folder to write."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        raise SystemExit("usage: python -m dflashdist.demo.corpus OUT_DIR")
+        raise SystemExit("usage: python launch/demo/corpus.py OUT_DIR")
     counts = write_corpus(Path(sys.argv[1]))
     print(f"{counts['train']:,} conversations to train on, {counts['heldout']:,} held out")
 
