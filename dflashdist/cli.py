@@ -55,20 +55,30 @@ output only grows: a killed command goes on where it was. The key is read from O
   python -m dflashdist train conf/demo.yaml roles.num_targets=null roles.num_drafters=null
                                     one process: layout colocated""",
     "evaluate": """examples:
-  dflashdist evaluate runs/demo/checkpoints/best conf/demo.yaml --figure acceptance.png
+  dflashdist evaluate runs/demo --figure acceptance.png
   dflashdist evaluate DRAFTER conf/qwen3-8b.yaml evaluate.prompts=gsm8k.jsonl evaluate.task=gsm8k \\
       evaluate.max_prompts=128 evaluate.max_new_tokens=2048 --json
 
-Acceptance length: tokens emitted per target pass of speculative decoding, the bonus token counted;
-1 is plain decoding, one more than the drafts of a pass the most. Pooled: all tokens over all
-passes; mean: the mean of the answers' own values; the prefill, which gives an answer's first token,
-is no pass. Draft k accepted: of the passes that offered a k-th draft; where an accepted draft ends
-the answer no bonus token follows, so their sum may be a little above the length. Clean: without
-answers that loop or were cut. [low, high]: 95 % bootstrap over prompts, of 5 or more. Greedily,
-every token is held to the target's own choice over the finished text, always; with
-evaluate.temperature=1 drafts are taken by rejection sampling. Prompts: a file of conversations, a
-token store (its validation part), or builtin; tasks: gsm8k, math500, humaneval, mbpp, mtbench,
-alpaca, as published, from your own copies.""",
+A run folder means its checkpoints/best, else its newest complete checkpoint, and its own settings
+where no YAML file is named.
+
+Acceptance length: tokens that a target pass of real speculative decoding gives, the target's own
+(bonus) token counted: 1 is plain decoding, one more than the drafts of a pass the most. It is what
+serving gains. The `block prefix` that training shows is another number: how far blocks are right
+against the data's tokens, at anchors that decoding need not come by.
+
+Pooled: all tokens over all passes; mean: the mean of the answers' own values; the prefill, which
+gives an answer's first token, is no pass. Draft k accepted: of the passes that offered a k-th
+draft; where an accepted draft ends the answer no bonus token follows, so their sum may be a little
+above the length. Clean: without answers that loop or were cut. [low, high]: 95 % bootstrap over
+prompts, of 5 or more.
+
+Greedily, every token is held to the target's own choice over the finished text, always; and the
+text is counted again by training's code, prompt by prompt: where the interval of the ratio lies
+beyond 1 % it says IT DOES NOT SERVE AS IT TRAINS. With evaluate.temperature=1 drafts are taken by
+rejection sampling. Prompts: a file of conversations, a token store (its validation part), or
+builtin; tasks: gsm8k, math500, humaneval, mbpp, mtbench, alpaca, as published, from your own
+copies.""",
     "export": """examples:
   dflashdist evaluate runs/qwen3-8b/checkpoints/step_00010000 conf/qwen3-8b.yaml \\
       evaluate.prompts=builtin --json >report.json
@@ -175,8 +185,8 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides")
     sub = command("evaluate", "Acceptance length by speculative decoding.", run_evaluate)
     sub.add_argument(
-        "checkpoints", nargs="+", metavar="CHECKPOINT|CONF|KEY=VALUE",
-        help="checkpoint or drafter folders, then perhaps a YAML file and overrides",
+        "checkpoints", nargs="+", metavar="RUN|CHECKPOINT|CONF|KEY=VALUE",
+        help="run, checkpoint or drafter folders, then perhaps a YAML file and overrides",
     )  # fmt: skip
     sub.set_defaults(overrides=[])
     sub.add_argument("--figure", metavar="PNG", help="draw acceptance by position and by length")

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from dflashdist.checks import needs_last
@@ -210,9 +211,23 @@ def run_train(options: argparse.Namespace) -> None:
 
 
 def run_evaluate(options: argparse.Namespace) -> None:
-    config, checkpoints = sort_out(options.checkpoints, options.overrides)
-    if not checkpoints:
-        raise InputError("name at least one checkpoint folder")
+    items = list(options.checkpoints)
+    settings = os.path.join(items[0], "config.yaml")  # of a run folder
+    if os.path.isfile(settings) and not any(item.endswith((".yaml", ".yml")) for item in items):
+        items.append(settings)
+        print(f"dflashdist evaluate: with the settings in {settings}", file=sys.stderr)
+    config, named = sort_out(items, options.overrides)
+    if not named:
+        raise InputError("name at least one run, checkpoint or drafter folder")
+    from dflashdist.eval.acceptance import evaluate_drafters, find_drafter
+
+    checkpoints = [find_drafter(Path(folder).expanduser()) for folder in named]
+    for folder, found in zip(named, checkpoints, strict=True):
+        if found != Path(folder).expanduser():
+            print(
+                f"dflashdist evaluate: {folder}: takes {found} ({found.resolve().name})",
+                file=sys.stderr,
+            )
     if not config.target.path:
         raise InputError("target.path is not set: name the model that the drafter was trained for")
     if not config.evaluate.prompts:
@@ -220,7 +235,6 @@ def run_evaluate(options: argparse.Namespace) -> None:
             "evaluate.prompts is not set: name a file of conversations or a token store, or builtin"
         )
     from dflashdist.cluster.world import Place, choose_device
-    from dflashdist.eval.acceptance import evaluate_drafters
     from dflashdist.eval.equality import OutputsDiffer
     from dflashdist.eval.figure import check_figure, draw_figure
     from dflashdist.eval.prompts import chat_of, training_rows

@@ -90,6 +90,8 @@ def test_refusals(capsys, tmp_path, lengths):
     assert "max_tokens=64" in refused(
         capsys, "plan", empty, f"data.lengths={lengths}", "schedule.max_tokens=64"
     )
+    assert "no drafter here" in refused(capsys, "evaluate", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
     assert "target.path" in refused(capsys, "evaluate", str(tmp_path))
     sources = ["prepare", "seed=1", "--target", "t", "--out", "o"]
     assert "no source" in refused(capsys, *sources)

@@ -35,10 +35,11 @@ from dflashdist.eval.report import Answer, make_report
 from dflashdist.model.drafter import Drafter, load_drafter, weights_digest
 from dflashdist.model.drafting import num_drafts
 from dflashdist.model.frozen import Frozen, target_fingerprint
-from dflashdist.model.record import read_record
+from dflashdist.model.record import STATE, read_record
 from dflashdist.model.shape import check_sizes, check_supported, need, read_target_config
 from dflashdist.model.target import Target
 
+CONFIG = "config.json"  # in every drafter's folder
 ATTENTION = (AUTO, "sdpa", "eager")  # those that take masks over a cache of uneven rows
 
 
@@ -159,6 +160,23 @@ def evaluate_drafters(
         )
         for path, digest, run in zip(checkpoints, digests, runs, strict=True)
     ]
+
+
+def find_drafter(folder: Path) -> Path:
+    """The drafter's folder that a folder means: itself, or of a run the best checkpoint, else the
+    newest complete one. Raises InputError where there is none."""
+    if (folder / CONFIG).is_file():
+        return folder
+    inside = folder / "checkpoints"
+    complete = [state.parent.parent for state in inside.glob(f"step_*/{STATE}")]
+    complete.sort(key=lambda place: (len(place.name), place.name))
+    for found in [inside / "best", *reversed(complete)]:
+        if (found / CONFIG).is_file():
+            return found
+    raise InputError(
+        f"{folder}: no drafter here: looked for {CONFIG}, checkpoints/best and a complete "
+        f"checkpoints/step_*/{STATE}; name a run, a checkpoint or an exported drafter"
+    )
 
 
 def steady_positions(config: dict[str, Any]) -> int:

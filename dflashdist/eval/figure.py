@@ -37,54 +37,84 @@ def draw_figure(reports: Sequence[dict[str, Any]], path: str | Path) -> None:
 def make_figure(reports: Sequence[dict[str, Any]]) -> Any:
     """Acceptance by position in the block, by prompt length and, of several, by task.
 
-    Of each drafter's clean answers, with their 95 % intervals; of all where none is clean. Returns
-    a matplotlib Figure, which must be there.
+    Of each drafter's clean answers, with their 95 % intervals; of all where none is clean. What no
+    drafter has such answers of has no place in it, and is named below. Returns a matplotlib Figure,
+    which must be there.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lengths = {(one["from"], one["to"]) for report in reports for one in report["by_prompt_length"]}
-    buckets = [f"{low}-{high}" for low, high in sorted(lengths)]
-    tasks = sorted({task for report in reports for task in report["by_task"]})
-    num_panels = 3 if len(tasks) > 1 else 2
-    figure = Figure(figsize=(5.2 * num_panels, 4.4), layout="constrained")
+    kinds = ["clean" if report["clean"]["passes"] else "all" for report in reports]
+    pairs = list(zip(reports, kinds, strict=True))
+    by_length = [
+        {(one["from"], one["to"]): one[kind] for one in report["by_prompt_length"]}
+        for report, kind in pairs
+    ]
+    by_task = [
+        {task: one[kind] for task, one in report["by_task"].items()} for report, kind in pairs
+    ]
+    groups = [("prompt length [tokens]", by_length)]
+    if len({task for tasks in by_task for task in tasks}) > 1:
+        groups.append(("task", by_task))
+    figure = Figure(figsize=(5.2 * (1 + len(groups)), 4.9), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, num_panels)
-    for i, report in enumerate(reports):
-        kind = "clean" if report["clean"]["passes"] else "all"
-        part, drafts = report[kind], range(1, report["num_drafts"] + 1)
+    figure.suptitle(_title(reports[0]))
+    panels = figure.subplots(1, 1 + len(groups))
+    shifts = [0.1 * (i - (len(reports) - 1) / 2) for i in range(len(reports))]  # none hides another
+    for i, (report, kind) in enumerate(pairs):
+        part = report[kind]
         length = format_number(part["acceptance_length"], part["acceptance_length_interval"])
-        name = f"{Path(report['checkpoint']).name}: {length}, {kind} answers"
-        shift = 0.1 * (i - (len(reports) - 1) / 2)  # so that drafters do not hide each other
+        name = "/".join(Path(report["checkpoint"]).parts[-3:])
         values, intervals = part["position_acceptance"], part["position_acceptance_interval"]
-        points = {k: (values[k - 1], intervals[k - 1]) for k in drafts}
-        _draw(panels[0], points, shift, f"C{i}o-", name)
-        by_bucket = {f"{one['from']}-{one['to']}": one[kind] for one in report["by_prompt_length"]}
-        by_task = {task: one[kind] for task, one in report["by_task"].items()}
-        for panel, names, groups in zip(
-            panels[1:], (buckets, tasks), (by_bucket, by_task), strict=False
-        ):
+        points = dict(enumerate(zip(values, intervals, strict=True), 1))
+        label = f"{name}: {length}, {part['num_answers']} {kind} answers"
+        _draw(panels[0], points, shifts[i], f"C{i}o-", label)
+    most = max(report["num_drafts"] for report in reports)
+    panels[0].set(xlabel="draft in the block", ylabel="share accepted, all before it too")
+    panels[0].set(xticks=range(1, 1 + most), xlim=(0.5, 0.5 + most), ylim=(-0.05, 1.05))
+    for panel, (axis, parts) in zip(panels[1:], groups, strict=True):
+        known = {
+            key for of_one in parts for key, one in of_one.items()
+            if one["acceptance_length"] is not None
+        }  # fmt: skip
+        names = sorted(known)
+        missing = sorted({key for of_one in parts for key in of_one} - known)
+        for i, of_one in enumerate(parts):
             points = {
-                names.index(name): (one["acceptance_length"], one["acceptance_length_interval"])
-                for name, one in groups.items()
+                names.index(key): (one["acceptance_length"], one["acceptance_length_interval"])
+                for key, one in of_one.items()
+                if key in known
             }
-            _draw(panel, points, shift, f"C{i}o")
-    panels[0].set(
-        xlabel="draft in the block", ylabel="share accepted, all before it too", ylim=(-0.02, 1.02)
-    )
-    panels[0].set_xticks(range(1, 1 + max(report["num_drafts"] for report in reports)))
-    panels[0].legend(fontsize="small")
-    for panel, names, axis in zip(
-        panels[1:], (buckets, tasks), ("prompt length [tokens]", "task"), strict=False
-    ):
-        panel.set(xlabel=axis, ylabel="acceptance length [tokens a pass]")
-        panel.set_xticks(range(len(names)), names, rotation=30)
-        panel.set_xlim(-0.5, len(names) - 0.5)
+            _draw(panel, points, shifts[i], f"C{i}o")
+        without = f"\nno such answers: {', '.join(map(_written, missing))}" * bool(missing)
+        panel.set(xlabel=axis + without, ylabel="acceptance length [tokens a target pass]")
+        panel.set_xticks(range(len(names)), [*map(_written, names)], rotation=30)
+        panel.set_xlim(-0.5, max(1, len(names)) - 0.5)
         panel.axhline(1, color="grey", linestyle="--", linewidth=1)  # plain decoding
+        panel.margins(y=0.1)
         panel.set_ylim(bottom=0.9)
     for panel in panels:
         panel.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", fontsize="small")
     return figure
+
+
+def _title(report: dict[str, Any]) -> str:
+    """What was asked of which target, the same for all drafters of one evaluation."""
+    target, prompts = (
+        text if len(text) <= 50 else f".../{Path(text).name}"
+        for text in (report["target"], report["prompts"])
+    )
+    temperature = report["temperature"]
+    how = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
+    return (
+        f"Acceptance of drafts by {target}\n{report['num_prompts']} prompts of {prompts}, {how}, "
+        f"answers of up to {report['max_new_tokens']} tokens"
+    )
+
+
+def _written(key: Any) -> str:
+    return key if isinstance(key, str) else f"{key[0]}-{key[1]}"
 
 
 Point = tuple[float | None, Sequence[float] | None]  # value and interval

@@ -115,7 +115,7 @@ def read_prompts(
 
     Args:
         source: a file, folder or data set of conversations (data/sources.py), a token store (its
-            `validation` part where it has one), `builtin` or `demo`.
+            `validation` part where it has one), or `builtin`.
         evaluate: its `task` says how a file's rows are read; null = as conversations, of which a
             final answer is left out and a `task` or `category` names the kind.
         longest: tokens that a prompt may have.

@@ -25,11 +25,15 @@ from dflashdist.model.teacher_forced import AcceptanceSums
 
 SAMPLES = 2000  # of the bootstrap: the ends of an interval move by about 2 % of its width
 FEWEST = 5  # prompts: of fewer the samples are so alike that an interval would be far too narrow
-# Relative difference of acceptance length by decoding and by training's own code over the same
-# text: bfloat16 rounds the two differently and flips a draft now and then, float32 hardly ever.
-DISAGREEMENT = 0.05
-# Of what training measured beyond plain decoding, the least that is served without a warning; the
-# texts are others. Below FELT tokens a pass the two are noise.
+# Acceptance length by decoding over that by training's own code, of the same text, is 1 but for
+# rounding: bfloat16 flips a draft now and then in either, float32 hardly ever. Both count the same
+# prompts, so what decides is the ratio's interval over them: the lengths' own intervals are wide
+# because prompts differ, and a ratio without one says nothing of flips. A whole interval beyond
+# ROUNDING is a fault; of too few prompts for one, a ratio beyond DISAGREEMENT.
+ROUNDING, DISAGREEMENT = 0.01, 0.05
+# Of what training measured beyond plain decoding, the least that is served without a warning. The
+# texts are others, so nothing pairs them: the upper end of what is served decides, as the prompts
+# asked may be hard by chance. Below FELT tokens a pass the two are noise.
 SERVED, FELT = 0.5, 0.05
 # Of answers, and of tokens compared, that may part at ties without a warning. The demo's target in
 # bfloat16: 12 % of the answers, 0.3 % of the tokens.
@@ -86,7 +90,7 @@ def make_report(
         ],
         "tokens_compared_equal": sum(equal_tokens(one, other) for one, other in compared),
         "rounding_ties": sum(one != other for one, other in compared),
-        **_teacher_forced(answers, num_drafts),
+        **_teacher_forced(answers, num_drafts, seed),
         **_speed(answers, seconds),
     }
 
@@ -98,11 +102,7 @@ def acceptance(answers: Sequence[Answer], num_drafts: int, seed: int) -> dict[st
     the share in which it and all before it were accepted. `emitted_histogram[m-1]`: passes that
     emitted m tokens. `..._interval`: the 95 % interval [low, high]. None where nothing is known.
     """
-    prompts = _groups(answers, lambda answer: answer.prompt)
-    sums = [
-        AcceptanceSums.total((_sums(one, num_drafts) for one in turns), num_drafts)
-        for turns in prompts.values()
-    ]
+    sums = _by_prompt(answers, num_drafts, lambda answer: _sums(answer, num_drafts))
     total = AcceptanceSums.total(sums, num_drafts)
     result = {
         "num_answers": len(answers),
@@ -147,6 +147,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"{report['max_new_tokens']} tokens, {report['num_looping']} looping"
         + f"; {report['num_turns_too_long']} turns too long to ask"
         * bool(report["num_turns_too_long"]),
+        "acceptance length: tokens a target pass of speculative decoding, 1 = plain decoding",
         f"{'':<28}  {'all':>19}  {'clean':>19}",
         row("answers", lambda one: f"{one['num_answers']:,}", report),
         row("tokens", lambda one: f"{one['tokens']:,}", report),
@@ -173,7 +174,11 @@ def format_report(report: dict[str, Any]) -> str:
         lines.append(_equality(report))
     forced, trained = report["teacher_forced_acceptance_length"], report["last_round"]
     if forced is not None:
-        lines.append(f"acceptance length of the same text by training's code: {forced:.2f}")
+        ratio = format_number(report["served_ratio"], report["served_ratio_interval"], 3)
+        lines.append(
+            f"acceptance length of the same text by training's code: {forced:.2f}; decoding's is "
+            f"{ratio} of it"
+        )
     if trained:
         lines.append(
             f"training measured {trained['acceptance_length']:.2f} on its held-out rows at step "
@@ -187,15 +192,17 @@ def warnings_of(report: dict[str, Any]) -> list[str]:
     served, found = report["all"]["acceptance_length"], []
     if report["serves_as_trained"] is False:
         forced = report["teacher_forced_acceptance_length"]
+        ratio = format_number(report["served_ratio"], report["served_ratio_interval"], 3)
         found.append(
             f"IT DOES NOT SERVE AS IT TRAINS: decoding accepts {served:.2f} tokens a pass, "
-            f"training's code {forced:.2f} of the same text; this is a fault of the code, not of "
-            "the drafter"
+            f"training's code {forced:.2f} of the same text (ratio {ratio}); this is a fault of "
+            "the code, not of the drafter"
         )
     trained = report["last_round"]
     if trained and served is not None and report["temperature"] == 0:  # as training measures
         gain = trained["acceptance_length"] - 1
-        if served - 1 < SERVED * gain and gain - (served - 1) > FELT:
+        most = (report["all"]["acceptance_length_interval"] or [served])[-1]
+        if most - 1 < SERVED * gain and gain - (most - 1) > FELT:
             found.append(
                 f"served at {served:.2f} tokens a pass, where training measured {1 + gain:.2f} on "
                 f"its held-out rows (step {trained['step']}): other prompts, another chat format, "
@@ -230,6 +237,14 @@ def _groups(answers: Iterable[Answer], key: Callable[[Answer], Any]) -> dict[Any
     return groups
 
 
+def _by_prompt(
+    answers: Iterable[Answer], num_drafts: int, counted: Callable[[Answer], Any]
+) -> list[AcceptanceSums]:
+    """The sums of each prompt, its turns together."""
+    prompts = _groups(answers, lambda answer: answer.prompt).values()
+    return [AcceptanceSums.total(map(counted, turns), num_drafts) for turns in prompts]
+
+
 def _sums(answer: Answer, num_drafts: int) -> AcceptanceSums:
     one = answer.speculative
     return AcceptanceSums.of_answer(one.emitted, one.offered, one.accepted, num_drafts)
@@ -257,17 +272,25 @@ def _known(values: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def _teacher_forced(answers: Sequence[Answer], num_drafts: int) -> dict[str, Any]:
-    """Acceptance length of the same texts by training's code, which must be that of decoding."""
-    pairs = [(a.teacher_forced, a) for a in answers if a.teacher_forced is not None]
-    forced = AcceptanceSums.total((sums for sums, _ in pairs), num_drafts)
-    if not forced.part("passes"):
+def _teacher_forced(answers: Sequence[Answer], num_drafts: int, seed: int) -> dict[str, Any]:
+    """Acceptance length of the same texts by training's code, and decoding's as a share of it."""
+    counted = [answer for answer in answers if answer.teacher_forced is not None]
+    served = _by_prompt(counted, num_drafts, lambda answer: _sums(answer, num_drafts))
+    forced = _by_prompt(counted, num_drafts, lambda answer: answer.teacher_forced)
+    decoded, trained = (AcceptanceSums.total(sums, num_drafts) for sums in (served, forced))
+    if not trained.part("passes"):
         return {"teacher_forced_acceptance_length": None, "serves_as_trained": None}
-    served = AcceptanceSums.total((_sums(a, num_drafts) for _, a in pairs), num_drafts)
-    ratio = served.acceptance_length / forced.acceptance_length
+    ratio, interval = decoded.acceptance_length / trained.acceptance_length, None
+    pair = [_resampled(sums, seed) for sums in (served, forced)]  # by one seed: the same prompts
+    if pair[0] and pair[1]:
+        lengths = [samples.part("tokens") / samples.part("passes") for samples in pair if samples]
+        interval = _interval((lengths[0] / lengths[1]).squeeze(1))
+    low, high = interval or (ratio - DISAGREEMENT + ROUNDING, ratio + DISAGREEMENT - ROUNDING)
     return {
-        "teacher_forced_acceptance_length": forced.acceptance_length,
-        "serves_as_trained": abs(ratio - 1) <= DISAGREEMENT,
+        "teacher_forced_acceptance_length": trained.acceptance_length,
+        "served_ratio": ratio,
+        "served_ratio_interval": interval,
+        "serves_as_trained": low - ROUNDING <= 1 <= high + ROUNDING,
     }
 
 
@@ -291,8 +314,9 @@ def _mean(one: dict[str, Any]) -> str:
     return format_number(one["mean_acceptance_length"], one["mean_acceptance_length_interval"])
 
 
-def format_number(value: float | None, interval: Sequence[float] | None) -> str:
-    """A value with its interval, in two decimals."""
+def format_number(value: float | None, interval: Sequence[float] | None, decimals: int = 2) -> str:
+    """A value with its interval."""
     if value is None:
         return "-"
-    return f"{value:.2f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+    told = [f"{number:.{decimals}f}" for number in (value, *(interval or ()))]
+    return told[0] + (f" [{', '.join(told[1:])}]" if interval else "")

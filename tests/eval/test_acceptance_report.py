@@ -24,8 +24,9 @@ ANSWERS = [
     answer([1, 1], [0, 0], [3, 3], prompt=2, task="chat", prompt_length=65, capped=True),
 ]
 TOLD = {
-    "checkpoint": "runs/x/checkpoints/step_00000100", "prompts": "builtin", "temperature": 0.0,
-    "batch_size": 1, "dtype": "float32", "device": "cpu", "max_new_tokens": 9,
+    "checkpoint": "runs/x/checkpoints/step_00000100", "target": "Qwen/Qwen3-8B",
+    "prompts": "builtin", "temperature": 0.0, "batch_size": 1,
+    "dtype": "float32", "device": "cpu", "max_new_tokens": 9,
     "num_turns_too_long": 2, "last_round": None,
     "not_first_choice": {loop: {"tokens": 400, "other": 2} for loop in ("plain", "speculative")},
 }  # fmt: skip
@@ -114,14 +115,59 @@ def test_a_drafter_that_serves_otherwise_than_it_trains_is_told():
 def test_five_per_cent_of_disagreement_are_rounding(tokens, agrees):
     """Of 200 tokens in 100 passes by training's code; served in 100 passes."""
     forced = AcceptanceSums.of_answer([2] * 100, [3] * 100, [1] * 100, 3)
-    emitted = [2] * 100
-    for i in range(abs(tokens - 200)):
-        emitted[i] += 1 if tokens > 200 else -1
-    accepted = [count - 1 for count in emitted]
-    served = answer(emitted, accepted, [3] * 100, teacher_forced=forced, prompt_length=9)
+    accepted = [count - 1 for count in passes(tokens)]
+    served = answer(passes(tokens), accepted, [3] * 100, teacher_forced=forced, prompt_length=9)
     report = TOLD | make_report([served], 3, (1.0, 1.0), seed=0)
     assert report["serves_as_trained"] is agrees
     assert len(warnings_of(report)) == (not agrees)
+
+
+def passes(tokens):
+    """Emitted tokens of a hundred passes that add up to `tokens`, about two each."""
+    emitted = [2] * 100
+    for i in range(abs(tokens - 200)):
+        emitted[i] += 1 if tokens > 200 else -1
+    return emitted
+
+
+@pytest.mark.parametrize(
+    ("served", "agrees"),
+    [
+        ([200] * 10, True),
+        ([196] * 10, False),  # little, and in every prompt
+        ([300] + [200] * 9, True),  # 5 %, in one prompt: it may be a flip that had consequences
+        ([120] + [200] * 9, True),
+        ([230, 250, 220, 240, 210] * 2, False),  # each prompt otherwise, and never below
+    ],
+)
+def test_the_same_prompts_by_decoding_and_by_training_are_paired(served, agrees):
+    forced = AcceptanceSums.of_answer([2] * 100, [3] * 100, [1] * 100, 3)
+    answers = [
+        answer(passes(tokens), [count - 1 for count in passes(tokens)], [3] * 100,
+               teacher_forced=forced, prompt_length=9, prompt=prompt)
+        for prompt, tokens in enumerate(served)
+    ]  # fmt: skip
+    report = TOLD | make_report(answers, 3, (1.0, 1.0), seed=0)
+    ratio, (low, high) = report["served_ratio"], report["served_ratio_interval"]
+    assert ratio == sum(served) / 2000 and low <= ratio <= high
+    assert report["serves_as_trained"] is agrees
+    assert [line for line in warnings_of(report) if f"{ratio:.3f} [{low:.3f}, " in line] == (
+        [] if agrees else warnings_of(report)
+    )
+    assert f"decoding's is {ratio:.3f} [{low:.3f}, {high:.3f}] of it" in format_report(report)
+    assert len(warnings_of(report)) == (not agrees)
+
+
+@pytest.mark.parametrize(("measured", "warns"), [(3.2, False), (6.0, True)])
+def test_prompts_that_may_be_hard_by_chance_are_no_warning(measured, warns):
+    answers = [
+        answer([length] * 10, [length - 1] * 10, [3] * 10, prompt=i, prompt_length=9)
+        for i, length in enumerate([1, 1, 1, 3, 3, 3])
+    ]
+    report = TOLD | make_report(answers, 3, (2.0, 0.5), seed=0)
+    assert report["all"]["acceptance_length"] == 2
+    report["last_round"] = {"step": 750, "acceptance_length": measured}
+    assert len(warnings_of(report)) == warns
 
 
 @pytest.mark.parametrize(("measured", "warns"), [(3.1, True), (2.9, False), (1.0, False)])
@@ -210,6 +256,40 @@ def test_the_figure_shows_the_reports_numbers():
             for task, one in report["by_task"].items()
         }
         assert drawn(panels[2].containers[number], shift) == pytest.approx(flat(shown))
+
+
+def test_the_figure_says_what_it_shows_and_has_no_empty_place():
+    def drafter(length, name):
+        answers = [
+            answer([length] * 4, [length - 1] * 4, [3] * 4, prompt=i, task=("code", "chat")[i % 2],
+                   prompt_length=20 + 20 * (i % 3))
+            for i in range(12)
+        ]  # fmt: skip
+        cut = answer([4], [3], [3], prompt=12, task="math", prompt_length=500, capped=True)
+        report = TOLD | make_report([*answers, cut], 3, (2.0, 0.5), seed=0)
+        return report | {"checkpoint": f"runs/{name}/checkpoints/best"}
+
+    figure = make_figure([drafter(4, "high"), drafter(2, "low")])
+    title = figure.get_suptitle()
+    for words in ("Qwen/Qwen3-8B", "13 prompts of builtin", "greedy", "up to 9 tokens"):
+        assert words in title
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "high/checkpoints/best: 4.00 [4.00, 4.00], 12 clean answers",
+        "low/checkpoints/best: 2.00 [2.00, 2.00], 12 clean answers",
+    ]
+    shares, lengths, tasks = figure.axes
+    assert [label.get_text() for label in tasks.get_xticklabels()] == ["chat", "code"]
+    assert tasks.get_xlabel() == "task\nno such answers: math"
+    assert [label.get_text() for label in lengths.get_xticklabels()] == ["1-32", "33-64"]
+    assert lengths.get_xlabel().endswith("no such answers: 257-512")
+    figure.canvas.draw()
+    for panel in (shares, lengths, tasks):  # whole marks, the highest included
+        inside = panel.get_window_extent()
+        for container in panel.containers:
+            for point in panel.transData.transform(container[0].get_xydata()):
+                room = container[0].get_markersize() / 2 * figure.dpi / 72
+                assert inside.y0 + room < point[1] < inside.y1 - room
 
 
 def length_of(part):

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from demo_files import TARGET
+from demo_files import DEMO, TARGET
 from variants import variant_drafter
 
 from dflashdist.cli import main
@@ -34,7 +34,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def arguments(checkpoint):
-    return ["evaluate", str(checkpoint), f"target.path={TARGET}", "evaluate.prompts=demo",
+    prompts = DEMO / "heldout.jsonl.gz"
+    return ["evaluate", str(checkpoint), f"target.path={TARGET}", f"evaluate.prompts={prompts}",
             "evaluate.max_prompts=2", "evaluate.max_new_tokens=6", "train.device=cpu"]  # fmt: skip
 
 
@@ -65,6 +66,40 @@ def test_json_is_alone_on_stdout_and_warnings_go_to_stderr(arguments, capsys, tm
     told = capsys.readouterr()
     assert "training measured 3.50 on its held-out rows at step 750" in told.out
     assert "WARNING" not in told.out and warnings_in(told.err) == [warning]
+
+
+def test_a_run_means_its_best_checkpoint_else_its_newest_and_its_own_settings(
+    arguments, checkpoint, capsys, tmp_path
+):
+    run = tmp_path / "run"
+    for step in (250, 500, 1000):
+        shutil.copytree(checkpoint, run / f"checkpoints/step_{step:08d}")
+    (run / "checkpoints/step_00001000/trainer/state.json").unlink()  # not complete
+    (run / "config.yaml").write_text(
+        f"target: {{path: {TARGET}}}\n"
+        "evaluate: {prompts: builtin, max_prompts: 1, max_new_tokens: 4}"
+    )
+    assert main(["evaluate", str(run), "--json", "train.device=cpu"]) == 0
+    told = capsys.readouterr()
+    newest = run / "checkpoints/step_00000500"
+    assert json.loads(told.out)["checkpoint"] == str(newest)
+    assert json.loads(told.out)["max_new_tokens"] == 4
+    assert f"{run}: takes {newest} (step_00000500)" in told.err
+    assert f"with the settings in {run}/config.yaml" in told.err
+    (run / "checkpoints/best").symlink_to("step_00000250")
+    assert main([*arguments[:1], str(run), *arguments[2:], "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["checkpoint"] == str(run / "checkpoints/best")
+    assert f"{run}: takes {run}/checkpoints/best (step_00000250)" in told.err
+    arguments[1] = str(tmp_path)
+    error = refused(capsys, *arguments)
+    for words in (
+        f"{tmp_path}: no drafter",
+        "config.json",
+        "checkpoints/best",
+        "checkpoints/step_",
+    ):
+        assert words in error
 
 
 def test_rows_that_training_may_have_seen(arguments, capsys, tmp_path):
