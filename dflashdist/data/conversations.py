@@ -16,7 +16,6 @@ from dflashdist.config import AUTO
 from dflashdist.data import spellings
 from dflashdist.data.messages import (
     EMPTY_ANSWER,
-    NO_ANSWER,
     NO_MESSAGES,
     NO_SUPERVISED,
     NOT_AN_OBJECT,
@@ -121,12 +120,13 @@ class Rejections:
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, reason: str, origin: str) -> None:
-        """Count one row."""
+    def add(self, error: str | RowError, origin: str) -> None:
+        """Count one row; of the first one for a reason its detail is kept, too."""
+        reason, detail = str(error), getattr(error, "detail", "")
         self.counts[reason] = self.counts.get(reason, 0) + 1
         first = self.examples.setdefault(reason, [])
         if len(first) < self.shown:
-            first.append(origin)
+            first.append(f"{origin} [{detail}]" if detail and not first else origin)
 
     def merge(self, other: "Rejections") -> None:
         """Count what `other` counted, its rows coming after the ones counted so far."""
@@ -157,9 +157,12 @@ def parse_row(
 
     What follows the last answer of a conversation is left out. Raises RowError with the reason.
     """
-    content = spellings.read_row(_columns(payload), format, fields)
+    columns = _columns(payload)
+    content = spellings.read_row(columns, format, fields)
     row: Row
     if isinstance(content, spellings.Dialogue):
+        if all(message["role"] != "assistant" for message in content.messages):
+            raise spellings.no_answer(columns, fields)
         row = Conversation(origin, _to_last_answer(content.messages), content.tools)
     elif isinstance(content, spellings.Tokens):
         row = TokenRow(origin, content.ids, content.loss_mask)
@@ -219,10 +222,8 @@ def _plain(value: Any) -> Any:
 
 
 def _to_last_answer(messages: list[Message]) -> list[Message]:
-    """The messages up to the last answer, all answers being usable."""
+    """The messages up to the last answer; there is one, and all are usable, or a RowError."""
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        raise RowError(NO_ANSWER)
     for i in answers:
         if not messages[i]["content"].strip() and "tool_calls" not in messages[i]:
             raise RowError(EMPTY_ANSWER)

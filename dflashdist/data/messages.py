@@ -15,7 +15,9 @@ Nothing else is repaired, but these things are made uniform:
 - Tool arguments may be an object or JSON text; nothing at all, or blank text, means no arguments.
 - Tools have `type` and `function` first, and in it name, description and parameters, whatever
   order they came in: as servers write them, who read them into a structure of their own.
-- OpenAI's `weight: 0` becomes `supervised: False`.
+- `supervised: False` is what `weight: 0` (OpenAI), `train`, `training`, `trainable`, `loss` or
+  `loss_mask` of false or 0, `masked: true` (torchtune) and an empty `train_detail` (axolotl) say.
+  Other turns than answers are never learnt, whatever they say.
 """
 
 import json
@@ -35,7 +37,7 @@ NO_TOKENS = "no input_ids and loss_mask"
 BAD_MESSAGE = "message is not an object"
 UNKNOWN_ROLE = "unknown role"
 NO_ANSWER = "no assistant turn"
-NO_SUPERVISED = "every answer has weight 0"
+NO_SUPERVISED = "every answer is marked as not to be learnt: weight 0, train false"
 EMPTY_ANSWER = "empty answer"
 EMPTY_TEXT = "empty text"
 NOT_TEXT = "content is not text"
@@ -44,7 +46,10 @@ MEDIA = "image, audio or video content"
 TWO_REASONINGS = "two different reasonings in one answer"
 TWO_INPUTS = "both input and context are filled"
 TWO_SYSTEMS = "two different system messages"
-BAD_WEIGHT = "weight is neither 0 nor 1"
+BAD_FLAG = "weight, train, loss_mask or the like is neither 0 nor 1"
+TWO_FLAGS = "weight, train, loss_mask or the like say different things of one answer"
+IN_PART = "train_detail: an answer that is learnt in part"
+PREFIX = "an answer that is given in part (prefix)"
 BAD_HISTORY = "history is not a list of pairs"
 BAD_TOOL_CALL = "tool call malformed"
 BAD_TOOLS = "tools malformed"
@@ -56,7 +61,13 @@ Message = dict[str, Any]
 
 
 class RowError(ValueError):
-    """A row that cannot be used; the message is the reason it is counted under."""
+    """A row that cannot be used. The message is the reason it is counted under, one of few;
+    `detail` says more of this one row.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.detail = detail
 
 
 class JsonObject(dict[str, Any]):
@@ -83,6 +94,7 @@ TEXT_BLOCKS = ("text", "input_text", "output_text")
 MEDIA_WORDS = ("image", "audio", "video")
 MEDIA_KEYS = frozenset(("image", "images", "audio", "audios", "video", "videos"))
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # of what is learnt
 THINK, END_THINK = "<think>", "</think>"
 # The end of reasoning whose beginning the generation prompt wrote.
 LONE_END = re.compile(r"\A\s*</think>|^[ \t]*</think>[ \t]*\r?$", re.MULTILINE)
@@ -220,12 +232,26 @@ def _answer(message: dict[str, Any], content: str) -> Message:
     calls = _tool_calls(message)
     if calls:
         answer["tool_calls"] = calls
-    weight = message.get("weight")
-    if weight is not None and weight not in (0, 1):
-        raise RowError(BAD_WEIGHT)
-    if weight == 0:
+    if message.get("prefix"):
+        raise RowError(PREFIX)
+    if not _is_learnt(message):
         answer["supervised"] = False
     return answer
+
+
+def _is_learnt(message: dict[str, Any]) -> bool:
+    """What the flags of an answer say, which goes before axolotl's list of its parts."""
+    said = [message[key] for key in FLAGS if message.get(key) is not None]
+    said += [1 - value if value in (0, 1) else value for value in [message.get("masked")]
+             if value is not None]  # fmt: skip
+    if any(value not in (0, 1) for value in said):
+        raise RowError(BAD_FLAG)
+    if len(set(said)) > 1:
+        raise RowError(TWO_FLAGS)
+    parts = message.get("train_detail")
+    if parts and 0 not in said:
+        raise RowError(IN_PART)
+    return bool(said[0]) if said else parts is None
 
 
 def _tool_result(message: dict[str, Any], content: Any) -> Message:

@@ -216,7 +216,7 @@ class PartMaker:
                 turns = self._chat.training_rows(row, data.turns)
                 kept, reasons = self._cut(turns.rows)
             except RowError as error:
-                part.rejections.add(str(error), origin)
+                part.rejections.add(error, origin)
                 continue
             for made, length in kept:
                 mask = made.loss_mask[:length]

@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ UNDECODABLE = (
     ArithmeticError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
 JSON_TYPE = "arrow.json"
+OBJECTS = re.compile(rb"\[\s*\{")
+# What a message has, and what a row has of its own: an object with them wraps no rows.
+MESSAGE_KEYS = {"role", "from"}
+ROW_KEYS = {
+    "messages", "conversations", "conversation", "prompt", "instruction", "question", "input",
+    "completion", "response", "output", "answer", "text", "chosen",
+}  # fmt: skip
 MARK = re.compile(rb'["{}\[\],]')
 
 
@@ -52,6 +60,8 @@ def json_rows(path: Path, raw: io.RawIOBase) -> Iterator[tuple[str, bytes]]:
       on to the next line is then an error of the file, or
     - the elements of an array, or objects after each other, with any white space between and in
       them.
+    One object alone, one of whose values is a list of rows ({"train": [...]}), is these rows, and
+    is in memory as a whole.
     The origin is `file:line` in JSON Lines, else `file[index]`. No more than a few rows are in
     memory.
 
@@ -66,13 +76,22 @@ def json_rows(path: Path, raw: io.RawIOBase) -> Iterator[tuple[str, bytes]]:
         stream = io.BufferedReader(_unpacked(path, raw), CHUNK)
         blank_lines, head = _skip_blank(stream)
         whole_lines = _has_lines(path)
-        if not whole_lines and not _is_lines(head):
+        lines = enumerate(stream, start=blank_lines + 1)
+        spread: io.BufferedIOBase | None = None if whole_lines else stream
+        if not whole_lines and _is_lines(head):
+            number, line = next(lines)
+            blank_lines, rest = _skip_blank(stream)
+            lines = chain([(number, line)], enumerate(stream, start=number + 1 + blank_lines))
+            spread = None if rest else io.BytesIO(line)  # the only line may wrap rows
+        if spread is not None:
             place = f"{path}[0]"
-            for index, value in enumerate(_values(stream, in_array=head.startswith(b"["))):
+            in_array = head.startswith(b"[")
+            values = _values(spread, in_array)
+            for index, value in enumerate(values if in_array else _unwrapped(values)):
                 yield f"{path}[{index}]", value
                 place = f"{path}[{index + 1}]"
             return
-        for number, line in enumerate(stream, start=blank_lines + 1):
+        for number, line in lines:
             if not whole_lines and line.startswith(b"{") and not line.rstrip().endswith(b"}"):
                 raise EOFError(
                     "an object does not end in its line, as the first one does; a file named "
@@ -301,6 +320,40 @@ def _values(stream: io.BufferedIOBase, in_array: bool) -> Iterator[bytes]:
         raise EOFError("it ends within a value: the file is truncated")
     if buffer.strip():
         yield buffer
+
+
+def _unwrapped(values: Iterator[bytes]) -> Iterator[bytes]:
+    """The values, or the rows that the only one of them wraps."""
+    first, second = next(values, None), next(values, None)
+    inside = _list_of_rows(first) if first and second is None else None
+    if inside:
+        return _values(io.BytesIO(inside), in_array=True)
+    return chain((value for value in (first, second) if value is not None), values)
+
+
+def _list_of_rows(value: bytes) -> bytes | None:
+    """The one list of objects in an object that is itself no row, as it stands there."""
+    found, at, depth, start = [], 0, 0, 0
+    while mark := MARK.search(value, at):
+        at = mark.end()
+        if mark[0] == b'"':
+            at = _string_end(value, at) or len(value)
+        elif mark[0] in b"[{":
+            depth += 1
+            start = mark.start() if depth == 2 else start
+        elif mark[0] != b",":
+            depth -= 1
+            if depth == 1 and OBJECTS.match(value, start):
+                found.append(slice(start, at))
+    if len(found) != 1:
+        return None
+    rows = value[found[0]]
+    try:
+        wrapper = json.loads(value[: found[0].start] + b"0" + value[found[0].stop :])
+        first = json.loads(next(_values(io.BytesIO(rows), in_array=True)))
+    except (ValueError, RecursionError):
+        return None
+    return None if ROW_KEYS & wrapper.keys() or MESSAGE_KEYS & first.keys() else rows
 
 
 def _string_end(buffer: bytes, at: int) -> int:

@@ -6,12 +6,15 @@
                `completion`, `response`, `output` or `answer`; text, or lists of messages
     tokens     `input_ids` and `loss_mask`
     text       `text`, all of it to be learnt
+    chosen     `chosen`, a list of messages: the conversation, or the answer to `prompt`
 
 A row is read as the first of these that it has a column for, empty ones aside, unless the format
-is given. Beside messages or pairs, `system` (or `system_prompt`) is a message before the others
-and `tools` (or OpenAI's older `functions`) are the tools offered. Beside a pair, `input` or
-`context` follows the instruction after a newline, `history`, a list of [question, answer], comes
-before both, and `reasoning_content`, `reasoning` or `thinking` is the reasoning of the answer.
+is given, which cannot be `chosen`. A row with `train: false`, `weight: 0` or the like (messages.py)
+has nothing to be learnt. Beside messages or pairs, `system` (or `system_prompt`) is a message
+before the others and `tools` (or OpenAI's older `functions`) are the tools offered. Beside a pair,
+`input` or `context` follows the instruction after a newline, `history`, a list of [question,
+answer], comes before both, and `reasoning_content`, `reasoning` or `thinking` is the reasoning of
+the answer.
 """
 
 from collections.abc import Mapping
@@ -24,8 +27,11 @@ from dflashdist.data.messages import (
     BAD_IDS,
     BAD_MASK,
     EMPTY_TEXT,
+    FLAGS,
+    NO_ANSWER,
     NO_MESSAGES,
     NO_PAIR,
+    NO_SUPERVISED,
     NO_TEXT,
     NO_TOKENS,
     REASONING_KEYS,
@@ -51,6 +57,21 @@ ANSWERS = ("completion", "response", "output", "answer")
 SYSTEMS = ("system", "system_prompt")
 TOOLS = ("tools", "functions")
 EMPTY = (None, "", [])
+# What others call a pair's columns, for hints.
+LIKELY = {
+    "prompt": ("query", "problem", "user", "human", "inputs", "task"),
+    "answer": (
+        "chosen",
+        "target",
+        "targets",
+        "solution",
+        "assistant",
+        "gpt",
+        "reply",
+        "generation",
+    ),
+}
+SHOWN_COLUMNS, SHOWN_LETTERS = 8, 40  # of a row's columns, in a hint
 
 
 @dataclass(frozen=True)
@@ -80,7 +101,63 @@ def read_row(
         fields: our names (config.FIELDS) to the row's own.
     """
     columns = _Columns(row, fields)
-    match columns.spelling() if format == AUTO else format:
+    try:
+        content = _content(columns, columns.spelling() if format == AUTO else format)
+    except RowError as error:
+        if str(error) in (NO_MESSAGES, NO_PAIR, NO_TEXT, NO_TOKENS):
+            error.detail = _hint(row, fields)
+        raise
+    if any(row.get(key) is False for key in FLAGS) or row.get("weight") == 0:
+        if not isinstance(content, Dialogue):
+            raise RowError(NO_SUPERVISED)
+        for message in content.messages:
+            message |= {"supervised": False} if message["role"] == "assistant" else {}
+    return content
+
+
+def no_answer(row: dict[str, Any], fields: Mapping[str, str]) -> RowError:
+    """What is wrong with a row whose messages hold no answer."""
+    asked = _Columns(row, fields).spelling() == "pairs"
+    return RowError(NO_ANSWER, _hint(row, fields) if asked else "")
+
+
+def _hint(row: dict[str, Any], fields: Mapping[str, str]) -> str:
+    """The columns of a row of no known shape, and what would make it one."""
+    filled = [name for name, value in row.items() if value not in EMPTY]
+    names = [f"{name[:SHOWN_LETTERS]}..." if name[SHOWN_LETTERS:] else name for name in filled]
+    more = f" and {len(names) - SHOWN_COLUMNS} more" if names[SHOWN_COLUMNS:] else ""
+    shown = f"its columns are {', '.join(names[:SHOWN_COLUMNS])}{more}" if names else "it is empty"
+    columns = _Columns(row, fields)
+    free = [name for name in filled if name not in fields.values()]
+    lists = [name for name in free if isinstance(row[name], list) and _first(row[name])]
+    talks = [name for name in lists if _first(row[name]).keys() & {"role", "from"}]
+    if talks:
+        return f"{shown}; data.fields.messages={talks[0]} reads it"
+    if lists:
+        return f"{shown}; give the rows in {lists[0]} a file of their own"
+    texts = [name for name in free if isinstance(row[name], str)]
+    there = {"prompt": columns.question() not in EMPTY, "answer": columns.answer() not in EMPTY}
+    found = {
+        ours: name
+        for ours, others in LIKELY.items()
+        if not there[ours] and (name := next((one for one in others if one in texts), None))
+    }
+    if all(there[ours] or ours in found for ours in there) and found:
+        mapped = " ".join(f"data.fields.{ours}={name}" for ours, name in found.items())
+        return f"{shown}; {mapped} reads it"
+    return (
+        f"{shown}; name them by data.fields.messages (a conversation), data.fields.prompt and "
+        "data.fields.answer, or data.fields.text"
+    )
+
+
+def _first(value: list[Any]) -> dict[str, Any]:
+    """The first element of a list if it is an object, else an empty one."""
+    return value[0] if value and isinstance(value[0], dict) else {}
+
+
+def _content(columns: "_Columns", format: str | None) -> Dialogue | Tokens | str:
+    match format:
         case "messages":
             return _dialogue(columns, read_messages(columns.get("messages", "messages")))
         case "sharegpt":
@@ -91,6 +168,8 @@ def read_row(
             return _tokens(columns.get("input_ids"), columns.get("loss_mask"))
         case "text":
             return _text(columns.get("text"))
+        case "chosen":
+            return _dialogue(columns, _chosen(columns))
     raise RowError(NO_MESSAGES)
 
 
@@ -139,6 +218,9 @@ class _Columns:
             return "tokens"
         if self.get("text") is not None:
             return "text"
+        chosen = self.get("chosen")
+        if isinstance(chosen, list) and _first(chosen):
+            return "chosen"
         return "pairs" if asked else None
 
 
@@ -153,6 +235,14 @@ def _dialogue(columns: _Columns, messages: list[Message]) -> Dialogue:
         elif messages[0]["content"] != system:
             raise RowError(TWO_SYSTEMS)
     return Dialogue(messages, read_tools(columns.get("tools", *TOOLS)))
+
+
+def _chosen(columns: _Columns) -> list[Message]:
+    """The preferred one of two conversations, or of two answers to a prompt."""
+    messages = read_messages(columns.get("chosen"))
+    asked = columns.get("prompt", *PROMPTS)
+    answers = messages[0]["role"] == "assistant" and asked not in EMPTY
+    return _turn("user", asked) + messages if answers else messages
 
 
 def _pair(columns: _Columns) -> list[Message]:

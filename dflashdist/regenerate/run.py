@@ -246,7 +246,7 @@ class Regeneration:
                 if all(message["role"] != "user" for message in conversation.messages):
                     raise RowError(NO_QUESTION)
             except RowError as error:
-                self._count("skipped", origin, str(error))
+                self._count("skipped", origin, error)
                 continue
             key = self._key(conversation)
             if key in self._done:
@@ -322,7 +322,7 @@ class Regeneration:
             if row.get("paid") and row["settings"] == self._settings
         }
 
-    def _count(self, outcome: str, origin: str, reason: str) -> None:
+    def _count(self, outcome: str, origin: str, reason: str | RowError) -> None:
         self._numbers[outcome] += 1
         self._reasons[outcome].add(reason, origin)
 

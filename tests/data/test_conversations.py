@@ -8,6 +8,7 @@ from dflashdist.data.conversations import (
     Conversation,
     PlainText,
     Rejections,
+    RowError,
     TokenRow,
     parse_prompt,
     parse_row,
@@ -82,3 +83,10 @@ def test_rejections_keep_the_first_few_places_in_order():
     first.merge(second)
     assert first.counts == {"why": 4, "other": 1} and first.total == 5
     assert first.examples == {"why": ["a0", "b0"], "other": ["b3"]}
+
+
+def test_the_first_rejected_row_says_more():
+    found = Rejections()
+    for i in range(2):
+        found.add(RowError("why", "because"), f"a{i}")
+    assert found.counts == {"why": 2} and found.examples == {"why": ["a0 [because]", "a1"]}

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from spelled import SPELLINGS, spelled_rows
+from spelled import spelled_rows
 from test_families import (
     CHATML,
     DEEPSEEK_V3,
@@ -54,6 +54,12 @@ ROWS = [
     {"text": "All of it."}, {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"messages": []},
     {"prompt": "What is 3?", "completion": "Thing 3: " + "walks " * 3},
 ]  # fmt: skip
+
+
+MARKS = (
+    {"weight": 0}, {"train": False}, {"training": 0}, {"trainable": False}, {"loss": False},
+    {"loss_mask": 0}, {"masked": True}, {"train_detail": []}, {"prefix": True}, {"weight": 1},
+)  # fmt: skip
 
 
 def digest(value: Any) -> str:
@@ -110,13 +116,24 @@ def made_of(chat: ChatTokenizer, talk: str) -> Any:
     ]
 
 
+def read(row: dict[str, Any]) -> tuple[str, str] | None:
+    """The key and opening of a row, or None where it is refused."""
+    try:
+        parsed = parse_row("f:1", row)
+    except RowError:
+        return None
+    return parsed.key.hex(), parsed.opening.hex()
+
+
 def found(folder: Path) -> dict[str, dict[str, Any]]:
     """What golden.json should hold."""
     spellings = {
-        name: digest([(p.key.hex(), p.opening.hex())
-                      for _, row in spelled_rows()[name] for p in [parse_row("f:1", row)]])
-        for name in SPELLINGS
-    }  # fmt: skip
+        name: digest([read(row) for _, row in rows]) for name, rows in spelled_rows().items()
+    }
+    asked, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    marked = [{"messages": [asked, said | mark, asked, said]} for mark in MARKS]
+    spellings["marks"] = digest([read(row) for row in marked])
+    spellings["chosen"] = digest([read({"prompt": "q", "chosen": [said]})])
     templates, shown = {}, {}
     for name, entry in TEMPLATES.items():
         source = entry.source or shipped(name)

@@ -103,6 +103,16 @@ def test_masks_in_the_store_decode_to_the_answers(tmp_path, chat):
         prepare([file], TARGET, tmp_path / "sampled", DataConfig(), verify_all=True)
 
 
+def test_columns_that_nobody_knows_are_named_with_what_would_read_them(tmp_path):
+    row = json.dumps({"query": "What?", "response": "A thing."})
+    said = (
+        r"2 x no messages \(first: .*:1 \[its columns are query, response; data.fields.prompt=query"
+    )
+    with pytest.raises(InputError, match=said):
+        run(tmp_path, [row, row])
+    assert run(tmp_path, [row], fields={"prompt": "query"})["kept"] == 1
+
+
 def test_two_adjacent_supervised_tokens_are_needed(tmp_path, chat):
     # Cut after the first token of the answer, or after the second.
     length = len(chat.encode_prompt([{"role": "user", "content": "What?"}]))

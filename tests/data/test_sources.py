@@ -89,6 +89,41 @@ def test_one_object_and_no_row_at_all(tmp_path):
         assert decoded(Sources([write(tmp_path / "none.json", content)])) == []
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("chunk", [1 << 20, 7])
+def test_an_object_that_wraps_a_list_of_rows(tmp_path, monkeypatch, indent, chunk):
+    monkeypatch.setattr(readers, "CHUNK", chunk)
+    talk = [{"role": "user", "content": "]} q"}, {"role": "assistant", "content": "a"}]
+    rows = [{"messages": talk}, {"messages": talk[:1], "tags": ["x"]}]
+    for wrapper in (
+        {"train": rows},
+        {"version": "1.0 [", "license": {"names": [{"of": "it"}]}, "data": rows, "tags": ["b"]},
+    ):
+        content = json.dumps(wrapper, indent=indent).encode()
+        sources = Sources([write(tmp_path / "a.json", content)])
+        assert decoded(sources) == rows
+        assert [origin for origin, _ in sources.rows()] == [
+            f"{sources.files[0]}[{i}]" for i in (0, 1)
+        ]
+        # It is the file that wraps, not one of its rows.
+        for one in (b"[" + content + b"]", content + b"\n" + content):
+            unwrapped = decoded(Sources([write(tmp_path / "b.json", one)]))
+            assert unwrapped == [wrapper] * len(unwrapped)
+        assert decoded(Sources([write(tmp_path / "c.jsonl", json.dumps(wrapper).encode())])) == [
+            wrapper
+        ]
+    for row in (
+        {"messages": talk}, {"dialog": talk}, {"train": rows, "test": rows}, {"train": ["a", "b"]},
+        {"prompt": "q", "completion": "a", "sources": [{"url": "u"}]}, {"train": []},
+    ):  # fmt: skip
+        assert decoded(
+            Sources([write(tmp_path / "d.json", json.dumps(row, indent=indent).encode())])
+        ) == [row]
+    spoilt = b'{"train": [{"text": "a"}, {"text": }, {"text": "b"}]}'
+    read = [payload for _, payload in Sources([write(tmp_path / "e.json", spoilt)]).rows()]
+    assert read == [b'{"text": "a"}', b'{"text": }', b'{"text": "b"}']
+
+
 def test_objects_in_one_line_are_read_one_by_one(tmp_path):
     joined = LINES.replace(b"\n", b"")
     for content in (joined, joined + b"\n" + LINES, joined + b'{\n"a": 1}'):

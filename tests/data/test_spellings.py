@@ -10,6 +10,9 @@ from spelled import CALL, CONVERSATIONS, TOOLS, assistant, spelled_rows, user
 from dflashdist.data import messages as m
 from dflashdist.data.conversations import PlainText, RowError, TokenRow, parse_prompt, parse_row
 
+A, Q = assistant("a"), user("q")
+PARTS = [{"begin_offset": 0, "end_offset": 0, "train": True}]  # axolotl's
+
 
 def from_arrow(value):
     """As a data set hands rows out: arrays of numpy, absent things null, tuples."""
@@ -119,6 +122,76 @@ def test_weights_and_identities():
     assert len(parse_prompt("f:1", {"messages": [user("q"), assistant("")]}).messages) == 2
 
 
+@pytest.mark.parametrize(
+    ("mark", "learnt"),
+    [
+        *(({name: value}, bool(value)) for name in m.FLAGS for value in (0, 1, False, True)),
+        *(({name: None}, True) for name in (*m.FLAGS, "masked", "train_detail", "prefix")),
+        ({"masked": True}, False),
+        ({"masked": False, "weight": 1}, True),
+        ({"train_detail": []}, False),
+        ({"weight": 0, "train_detail": PARTS}, False),
+        ({"weight": 0.0, "train": False, "loss": 0}, False),
+        ({"prefix": False, "train": True}, True),
+    ],
+)  # fmt: skip
+def test_every_mark_of_what_is_not_learnt_is_honoured(mark, learnt):
+    marked = assistant("a", **({} if learnt else {"supervised": False}))
+    assert parsed(user("q"), assistant("a") | mark, user("r"), assistant("b")).messages[1] == marked
+    spelled = {"from": "gpt", "value": "a"} | mark
+    row = {"conversations": [user("q"), spelled, user("r"), assistant("b")]}
+    assert parse_row("f:1", row).messages[1] == marked
+    # Only answers are ever learnt.
+    assert parsed(user("q") | mark, assistant("a")).messages == [user("q"), assistant("a")]
+
+
+def test_a_row_that_says_so_is_learnt_and_other_values_say_nothing():
+    for mark in ({"train": True}, {"weight": 0.5}, {"loss": 0.0}, {"loss": None}, {"train": "yes"}):
+        assert parse_row("f:1", {"prompt": "q", "completion": "a"} | mark).messages[-1] == A
+
+
+def test_what_was_chosen_is_read():
+    talk, bad = [Q, A], [Q, assistant("no")]
+    for row in (
+        {"chosen": talk, "rejected": bad},
+        {"prompt": "q", "chosen": talk, "rejected": bad},  # the whole conversation
+        {"prompt": [Q], "chosen": [A], "rejected": bad[1:]},  # what follows the prompt
+        {"prompt": "q", "chosen": [A], "rejected": bad[1:], "completion": None},
+    ):
+        assert parse_row("f:1", row).messages == talk
+    # What is named otherwise is not passed over for it.
+    assert parse_row("f:1", {"messages": [Q, assistant("b")], "chosen": talk}).messages[-1] != A
+    assert parse_row("f:1", {"prompt": "q", "answer": "b", "chosen": [A]}).messages[-1] != A
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "hint"),
+    [
+        ({"query": "q", "response": "a"}, m.NO_MESSAGES, "prompt=query reads it"),
+        ({"query": "q", "target": "a", "id": 3}, m.NO_MESSAGES,
+         "its columns are query, target, id; data.fields.prompt=query data.fields.answer=target"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, m.NO_ANSWER, "answer=chosen reads it"),
+        ({"dialog": [Q, A]}, m.NO_MESSAGES, "data.fields.messages=dialog reads it"),
+        ({"train": [{"text": "a"}], "test": [{"text": "b"}]}, m.NO_MESSAGES,
+         "give the rows in train a file of their own"),
+        ({"id": 3, "when": "now"}, m.NO_MESSAGES,
+         "its columns are id, when; name them by data.fields.messages"),
+        ({f"c{i}": i for i in range(20)}, m.NO_MESSAGES, "c6, c7 and 12 more; name"),
+        ({}, m.NO_MESSAGES, "it is empty; name"),
+        ({"messages": [Q]}, m.NO_ANSWER, ""),
+    ],
+)  # fmt: skip
+def test_a_row_of_no_known_shape_says_what_would_make_it_one(row, reason, hint):
+    with pytest.raises(RowError) as refused:
+        parse_row("f:1", row)
+    assert str(refused.value) == reason
+    assert hint in refused.value.detail and bool(hint) == bool(refused.value.detail)
+    if hint.endswith("reads it"):
+        mapped = dict(word[len("data.fields."):].split("=") for word in refused.value.detail.split()
+                      if word.startswith("data.fields."))  # fmt: skip
+        assert parse_row("f:1", row, "auto", mapped).messages == [Q, A]
+
+
 @pytest.mark.parametrize("arguments", ["absent", None, "", " ", "{}", {}])
 def test_no_arguments(arguments):
     function = {"name": "now"} | ({} if arguments == "absent" else {"arguments": arguments})
@@ -221,7 +294,6 @@ def test_the_first_spelling_that_is_filled_is_taken():
         parse_row("f:1", pair, "sharegpt")
 
 
-A, Q = assistant("a"), user("q")
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 REFUSED = [
     (m.NOT_UTF8, b'{"text": "\xff"}'),
@@ -245,7 +317,19 @@ REFUSED = [
     (m.EMPTY_ANSWER, {"messages": [Q, assistant("<think>r</think>")]}),
     (m.EMPTY_ANSWER, {"prompt": "q", "completion": ""}),
     (m.NO_SUPERVISED, {"messages": [Q, assistant("a", weight=0)]}),
-    (m.BAD_WEIGHT, {"messages": [Q, assistant("a", weight=0.5)]}),
+    (m.BAD_FLAG, {"messages": [Q, assistant("a", weight=0.5)]}),
+    (m.BAD_FLAG, {"messages": [Q, assistant("a", loss_mask=[0, 1])]}),
+    (m.BAD_FLAG, {"messages": [Q, assistant("a", train="no")]}),
+    (m.BAD_FLAG, {"messages": [Q, assistant("a", masked="yes")]}),
+    (m.TWO_FLAGS, {"messages": [Q, assistant("a", weight=1, train=False)]}),
+    (m.IN_PART, {"messages": [Q, assistant("a", train_detail=PARTS)]}),
+    (m.IN_PART, {"messages": [Q, assistant("a", train_detail=PARTS, train=True)]}),
+    (m.PREFIX, {"messages": [Q, assistant("{", prefix=True)]}),
+    (m.PREFIX, {"messages": [Q, assistant("{", prefix=True), assistant("}")]}),
+    (m.NO_SUPERVISED, {"messages": [Q, A], "train": False}),
+    (m.NO_SUPERVISED, {"prompt": "q", "completion": "a", "weight": 0}),
+    (m.NO_SUPERVISED, {"text": "a", "training": False}),
+    (m.NO_SUPERVISED, {"input_ids": [1, 2], "loss_mask": [0, 1], "trainable": False}),
     (m.NOT_TEXT, {"messages": [Q, {"role": "assistant", "content": None}]}),
     (m.NOT_TEXT, {"messages": [Q, {"role": "assistant", "content": {"text": "a"}}]}),
     (m.TYPED, {"messages": [{"role": "user", "content": 3}, A]}),
