@@ -101,6 +101,16 @@ def tiny_overrides(tiny_target, tiny_store, tmp_path) -> list[str]:
 
 
 @pytest.fixture
+def float64():
+    """Modules and random tensors are of float64 where a test names no dtype; see `rounding`."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
 def run_ranks():
     """Run a function as the ranks of one job and return what each returned."""
     started: list[Ranks] = []

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dflashdist.eval.cache import KeyValueCache, attention_masks
 from dflashdist.model.drafter import Drafter
 from dflashdist.model.drafting import greedy_drafts, num_drafts, sampled_drafts
+from dflashdist.model.layers import widen
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Rule:
         return tokens[-1] in self.end_ids or len(tokens) >= self.max_new_tokens
 
     def probs(self, logits: Tensor) -> Tensor:
-        """The target's distribution at the temperature, float32."""
-        return (logits.float() / self.temperature).softmax(-1)
+        """The target's distribution at the temperature, float32 or wider."""
+        return (widen(logits) / self.temperature).softmax(-1)
 
     def pick(self, logits: Tensor) -> Tensor:
         """The next tokens, int64 [M], of logits [M, V]."""
@@ -261,7 +262,7 @@ def verify(
     Args:
         logits: [M, n + 1, V] of the target, after the anchor and after each draft.
         drafts: int64 [M, n].
-        probs: float32 [M, at least n, V], what the drafts were drawn from; None if greedy.
+        probs: [M, at least n, V], what the drafts were drawn from; None if greedy.
         limits: int64 [M], drafts of each row that may be taken, at most n.
 
     Returns:

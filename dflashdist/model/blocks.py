@@ -154,7 +154,7 @@ def block_labels(
 
 
 def slot_weights(block_size: int, *, weights: str, gamma: float | None) -> Tensor:
-    """Weight of the loss by how far a label lies from the anchor, float32 [block_size], 0 at 0.
+    """Weight of the loss by how far a label lies from the anchor, float64 [block_size], 0 at 0.
 
     `decay`: exp(-(k-1)/gamma); `gamma` null is `default_gamma`. `uniform` and `dpace` (whose own
     come from the losses): 1.
@@ -164,7 +164,7 @@ def slot_weights(block_size: int, *, weights: str, gamma: float | None) -> Tenso
     slots = torch.arange(block_size, dtype=torch.float64)
     table = torch.exp(-(slots - 1) / gamma) if weights == "decay" else torch.ones_like(slots)
     table[0] = 0.0
-    return table.float()
+    return table
 
 
 def default_gamma(block_size: int) -> float:

@@ -164,10 +164,11 @@ class Drafter(nn.Module):
         return self.hidden_norm(self.fc(hidden))
 
     def _rope(self, positions: Tensor) -> Rope:
-        """cos and sin of the rotary angles, float32, for int64 positions [B or 1, P]."""
-        half = torch.arange(0, self.shape.head_dim, 2, device=positions.device).float()
+        """cos and sin of the rotary angles, float32 or wider, for int64 positions [B or 1, P]."""
+        dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
+        half = torch.arange(0, self.shape.head_dim, 2, device=positions.device, dtype=dtype)
         frequencies = 1.0 / self.shape.rope_theta ** (half / self.shape.head_dim)
-        angles = positions[..., None, None].float() * frequencies
+        angles = positions[..., None, None].to(dtype) * frequencies
         return angles.cos(), angles.sin()
 
 

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflashdist.model.drafter import Drafter
+from dflashdist.model.layers import widen
 from dflashdist.model.shape import DrafterShape
 
-# (choices' tokens int64 [M, C] or None for the vocabulary itself, scores float32 [M, C]) -> [M]
+# (choices' tokens int64 [M, C] or None for the vocabulary itself, scores [M, C]) -> [M]
 Choose = Callable[[Tensor | None, Tensor], Tensor]
 
 
@@ -59,7 +60,8 @@ def sampled_drafts(
     Args: as `greedy_drafts`; `generator` is of the states' device.
 
     Returns:
-        int64 [M, D] and float32 [M, D, V]: what rejection sampling needs to stay lossless.
+        int64 [M, D] and float32 (or wider) [M, D, V]: what rejection sampling needs to stay
+        lossless.
     """
     drawn_from: list[Tensor] = []
 
@@ -80,7 +82,7 @@ def _walk(
 ) -> Tensor:
     """Drafts int64 [M, D], slot after slot, each chosen by `choose`."""
     states = states[:, 1 - drafter.shape.ahead :]
-    logits = F.linear(states.to(head.dtype), head).float()
+    logits = widen(F.linear(states.to(head.dtype), head))
     selector, markov = drafter.candidate_selector, drafter.markov_head
     previous, drafts = anchor_ids, []
     for slot in range(states.shape[1]):

@@ -8,13 +8,15 @@ before it, at the cost of a short walk over the slots when drafting (`drafting`)
   `ConfidenceHead` says how likely the target is to accept it.
 
 Legend: M slots, H hidden size, V vocabulary, r rank, k candidates. The losses are sums; divide them
-by the weight of the step, as the cross-entropy.
+by the weight of the step, as the cross-entropy. float32 is float64 where all of a head is.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from dflashdist.model.layers import widen
 
 
 class CandidateSelector(nn.Module):
@@ -46,7 +48,7 @@ class CandidateSelector(nn.Module):
         """
         query = F.embedding(previous, self.predecessor_codebook) * self.hidden_projection(states)
         keys = F.embedding(candidates, self.successor_codebook)
-        return unary.float() + (query[:, None] * keys).sum(-1).float()
+        return widen(unary) + widen((query[:, None] * keys).sum(-1))
 
 
 class MarkovHead(nn.Module):
@@ -64,7 +66,7 @@ class MarkovHead(nn.Module):
 
     def forward(self, previous: Tensor) -> Tensor:
         """int64 [M] -> float32 [M, V]."""
-        return self.markov_w2(self.markov_w1(previous)).float()
+        return widen(self.markov_w2(self.markov_w1(previous)))
 
 
 class ConfidenceHead(nn.Module):
@@ -87,7 +89,7 @@ class ConfidenceHead(nn.Module):
         split = states.shape[-1]  # two products: the two joined would be a copy of the states
         of_state = F.linear(states, self.proj.weight[:, :split], self.proj.bias)
         of_previous = F.linear(embedded.to(states.dtype), self.proj.weight[:, split:])
-        return (of_state + of_previous).squeeze(-1).float()
+        return widen((of_state + of_previous).squeeze(-1))
 
 
 def selector_loss(
@@ -126,7 +128,7 @@ def selector_loss(
 
     hits = [labels.new_zeros(0, dtype=torch.bool)]
     parts = [one.split(chunk_size) for one in (states, top_ids, previous, labels, weights)]
-    total = states.new_zeros((), dtype=torch.float32)
+    total = weights.new_zeros(())
     for part in zip(*parts, strict=True):
         loss, hit = checkpoint(part_of, *part, use_reentrant=False, preserve_rng_state=False)
         total = total + loss

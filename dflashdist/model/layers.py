@@ -14,8 +14,13 @@ from dflashdist.model.attention import BlockLayout, block_attention, masked_atte
 from dflashdist.model.convolution import GroupedDynamicConv
 from dflashdist.model.shape import DrafterShape
 
-Rope = tuple[Tensor, Tensor]  # cos and sin, float32 [B or 1, positions, 1, D / 2]
+Rope = tuple[Tensor, Tensor]  # cos and sin, float32 or wider [B or 1, positions, 1, D / 2]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, keys and values of the blocks
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in float32; in float64 as it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RMSNorm(nn.Module):

@@ -258,8 +258,8 @@ class DrafterLoss(nn.Module):
     def _table_weights(self, batch: DrafterBatch, slots: Tensor) -> Tensor:
         """Weights by distance alone, float32 [M]."""
         size = self.shape.block_size
-        if self.slot_weights.device != slots.device:
-            self.slot_weights = self.slot_weights.to(slots.device)
+        dtype = torch.promote_types(self.frozen.head.dtype, torch.float32)
+        self.slot_weights = self.slot_weights.to(slots.device, dtype)
         distance = slots % size + self.shape.ahead
         if batch.prefix is not None:  # the decay begins at the first slot that is not shown
             distance = distance - (batch.prefix.flatten()[slots // size] - 1)

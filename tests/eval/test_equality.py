@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from demo_files import TARGET
+from rounding import rounding
 from variants import target_of_few_words
 
 from dflashdist.data.chat import ChatTokenizer
@@ -107,8 +108,9 @@ def test_logits_are_the_models_own_also_where_they_are_capped():
         target = CachedTarget(model)
         with torch.no_grad():
             own = target.logits(target.last_states(ids))
-            # The same kernels, but for the mask.
-            torch.testing.assert_close(own, model(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+            # The same kernels, but for the mask: up to 4 layers of some 6 sums of up to 64 terms.
+            bound = rounding(4 * 6 * 64, own.abs().max().item())
+            assert (own - model(input_ids=ids).logits).abs().max() < bound
     assert 1 < own.abs().max() <= 2
 
 

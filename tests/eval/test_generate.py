@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from demo_files import TARGET
+from rounding import in_float64
 
 from dflashdist.config import InputError
 from dflashdist.data.chat import ChatTokenizer
@@ -40,7 +41,8 @@ def chat():
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(str(TARGET), "float32", "cpu")
+    """In float64: equal tokens must not hang on how a processor rounds."""
+    return in_float64(load_model(str(TARGET), "float64", "cpu"))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rounding import EXACT, in_float64
 from variants import CHANGES, variant_drafter
 
 from dflashdist.config import DrafterConfig, InputError
@@ -23,7 +24,7 @@ def exported(tiny_target, tmp_path):
     def export(name: str, **options):
         settings = DrafterConfig(num_layers=2, block_size=4, target_layer_ids=[1, 3])
         shape = DrafterShape.from_target(read_target_config(tiny_target), 200, settings)
-        drafter = variant_drafter(shape, name)
+        drafter = variant_drafter(shape, name).float()  # as it is saved
         save_drafter(tmp_path / "source", drafter, "float32")
         out = export_drafter(
             tmp_path / "source", tmp_path / "out", format="speculators", dtype="float32",
@@ -94,6 +95,7 @@ def test_what_it_cannot_say_is_refused(exported, name):
         exported(name)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", SAID)
 def test_library_computes_the_same(exported, tiny_target, name):
     pytest.importorskip(
@@ -106,11 +108,13 @@ def test_library_computes_the_same(exported, tiny_target, name):
     drafter, out = exported(name)
     shape = drafter.shape
     config = SpeculatorModelConfig.from_pretrained(out)
-    config.transformer_layer_config._attn_implementation = "eager"
-    theirs = SpeculatorModel.from_pretrained(out, config=config, dtype=torch.float32).eval()
+    config.transformer_layer_config._attn_implementation = "sdpa"
+    theirs = SpeculatorModel.from_pretrained(out, config=config, dtype=torch.float64)
+    theirs = in_float64(theirs).eval()
+    drafter = drafter.double()
     missing = drafter.state_dict().keys() - theirs.state_dict().keys()
     assert not missing
-    target = AutoModelForCausalLM.from_pretrained(tiny_target)
+    target = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float64)
     embedding = target.get_input_embeddings().weight.detach()
     assert torch.equal(theirs.lm_head.weight, target.lm_head.weight)
     generator = torch.Generator().manual_seed(5)
@@ -133,8 +137,8 @@ def test_library_computes_the_same(exported, tiny_target, name):
         assert near.any() and not near.all()
         keep_rows = near.repeat_interleave(4)
         ours, states, logits = ours[:, keep_rows], states[:, keep_rows], logits[:, keep_rows]
-    torch.testing.assert_close(ours, states, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(ours @ target.lm_head.weight.T, logits, atol=1e-5, rtol=1e-5)
+    assert (ours - states).abs().max() < EXACT
+    assert (ours @ target.lm_head.weight.T - logits).abs().max() < EXACT
     _heads_are_the_same(drafter, theirs, ours.detach()[0], ids[0])
 
 
@@ -146,14 +150,14 @@ def _heads_are_the_same(drafter, theirs, states, ids):
             bias = theirs.markov_head.block_bias(
                 prev_token_ids=before[None], hidden_states=states[None]
             )
-            torch.testing.assert_close(drafter.markov_head(before), bias[0], atol=1e-5, rtol=1e-5)
+            assert (drafter.markov_head(before) - bias[0]).abs().max() < EXACT
             embedded = drafter.markov_head.markov_w1(before)
             chance = theirs.confidence_head(torch.cat([states, embedded], -1))
             ours = drafter.confidence_head(states, embedded)
-            torch.testing.assert_close(ours, chance, atol=1e-5, rtol=1e-5)
+            assert (ours - chance).abs().max() < EXACT
         if drafter.candidate_selector is not None:
             logits = states @ theirs.lm_head.weight.T
             unary, top = logits.topk(3)
             expected = theirs.candidate_selector.score_candidates(logits, states, before, top)
             ours = drafter.candidate_selector(states, unary, top, before)
-            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+            assert (ours - expected).abs().max() < EXACT

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 
 import jobs
+import rounding
 import test_attention
 import test_dflash_parity
 import test_leaks
@@ -93,6 +94,7 @@ def reference(device: str) -> str:
     """Loss and every gradient of the recorded reference."""
     errors = [test_reference.reference_error(case, device) for case in ("uniform", "decay_g7")]
     loss, gradient = (max(pair) for pair in zip(*errors, strict=True))
+    # Float32 against float32: 2 layers of sums of up to 128 terms; float64 differs by 2e-6.
     return require(max(loss, gradient) < 1e-5, f"loss {loss:.1e}, worst gradient {gradient:.1e}")
 
 
@@ -124,7 +126,8 @@ def parity(device: str) -> str:
             errors[name] = test_dflash_parity.parity_error(drafter, folder, device)
     worst = max(errors, key=lambda name: errors[name])
     text = f"largest difference {errors[worst]:.1e} ({worst}, of {len(errors)})"
-    return require(errors[worst] < 1e-4, text)
+    # Float32, 2 layers of some 6 sums of up to 96 terms each, values of up to 4.
+    return require(errors[worst] < rounding.rounding(2 * 6 * 96, 4), text)
 
 
 def attention_float32(device: str) -> str:
@@ -137,6 +140,7 @@ def attention_float32(device: str) -> str:
     ]
     output, gradient = (max(pair) for pair in zip(*errors, strict=True))
     text = f"output {output:.1e}, gradient {gradient:.1e}"
+    # Float32 sums over up to 1,024 keys of values of size 1; gradients are of size 10.
     return require(output < 1e-5 and gradient < 1e-4, text)
 
 

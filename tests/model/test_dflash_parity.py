@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rounding import EXACT, in_float64
 
 from dflashdist.model.blocks import block_ids
 from dflashdist.model.drafter import Drafter, save_drafter
@@ -11,10 +12,12 @@ def parity_error(drafter: Drafter, folder, device: str = "cpu") -> float:
     """Largest difference between our training blocks and dflash's forward, context [0, a)."""
     from dflash.model import DFlash2DraftModel, DFlashDraftModel
 
-    shape = drafter.shape
-    save_drafter(folder, drafter, "float32")
+    shape, dtype = drafter.shape, drafter.norm.weight.dtype
+    save_drafter(folder, drafter, str(dtype).removeprefix("torch."))
     model = DFlash2DraftModel if shape.variant == "dflash2" else DFlashDraftModel
-    theirs = model.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    theirs = model.from_pretrained(folder, dtype=dtype).to(device).eval()
+    if dtype == torch.float64:
+        in_float64(theirs)
     ours = drafter.to(device)
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(2, 40, shape.num_features * shape.hidden_size, generator=generator).to(
@@ -44,7 +47,7 @@ def parity_error(drafter: Drafter, folder, device: str = "cpu") -> float:
     return worst
 
 
+@pytest.mark.usefixtures("float64")
 def test_training_block_equals_inference_block(drafter, tmp_path):
     pytest.importorskip("dflash.model", reason="the package dflash (extra `dev`) is not installed")
-    # Two float32 implementations of the same sums; values are of size 1.
-    assert parity_error(drafter, tmp_path) < 1e-4
+    assert parity_error(drafter, tmp_path) < EXACT

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from rounding import EXACT
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -78,9 +79,9 @@ def cached_decoding_error(drafter: Drafter) -> float:
     return worst
 
 
+@pytest.mark.usefixtures("float64")
 def test_cached_decoding_equals_the_training_block(drafter):
-    # Float32; other shapes of the same products. Values of size 1.
-    assert cached_decoding_error(drafter) < 1e-5
+    assert cached_decoding_error(drafter) < EXACT
 
 
 def test_a_block_of_a_shorter_draft_than_trained(shape, drafter):

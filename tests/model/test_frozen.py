@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from rounding import rounding
 from safetensors.torch import save_file
 
 from dflashdist.config import InputError
@@ -90,7 +91,6 @@ def test_the_final_norm_is_what_the_target_multiplies_by(tmp_path, name):
     model.save_pretrained(tmp_path)
     states = torch.randn(3, 16)
     expected = model.model.norm(states) / torch.nn.functional.rms_norm(states, (16,), eps=1e-6)
-    # float32: one product and one quotient
-    torch.testing.assert_close(
-        Frozen.load(str(tmp_path)).final_norm.expand(3, 16), expected, rtol=1e-5, atol=0
-    )
+    # Two norms of 16 squares, a product and a quotient, of weights up to 1.5.
+    difference = Frozen.load(str(tmp_path)).final_norm - expected
+    assert difference.abs().max() < rounding(16, 1.5)

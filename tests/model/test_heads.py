@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from rounding import EXACT, rounding
 from variants import variant_drafter
 
 from dflashdist.model.heads import confidence_loss, selector_loss
@@ -24,6 +25,7 @@ def materials(shape, name: str):
 
 
 @pytest.mark.parametrize("chunk_size", [5, 1024])
+@pytest.mark.usefixtures("float64")
 def test_selector_loss_by_formula(shape, chunk_size):
     drafter, states, head, previous, weights, top, labels = materials(shape, "dflash2")
     selector = drafter.candidate_selector
@@ -41,11 +43,11 @@ def test_selector_loss_by_formula(shape, chunk_size):
         found += 1
     assert found < SLOTS
     assert hits.tolist() == right and 0 < sum(right) < found
-    assert torch.isclose(total, expected, rtol=1e-5)  # float32, another order of summation
+    assert abs(total - expected) < EXACT
     inputs = [states, *selector.parameters()]
     ours, theirs = (torch.autograd.grad(loss, inputs) for loss in (total, expected))
     for a, b in zip(ours, theirs, strict=True):
-        assert b.any() and torch.allclose(a, b, atol=1e-5)
+        assert b.any() and (a - b).abs().max() < EXACT
 
 
 def test_selector_learns_the_successor(shape):
@@ -65,6 +67,7 @@ def test_selector_learns_the_successor(shape):
     assert losses[-1] < 0.2 * losses[0]
 
 
+@pytest.mark.usefixtures("float64")
 def test_confidence_loss_by_formula(shape):
     drafter, states, _, previous, weights, *_ = materials(shape, "dspark")
     markov, confidence = drafter.markov_head, drafter.confidence_head
@@ -75,12 +78,12 @@ def test_confidence_loss_by_formula(shape):
     chance = torch.sigmoid(confidence.proj(torch.cat([states, embedded], -1))).squeeze(-1)
     losses = -share.detach() * chance.log() - (1 - share.detach()) * (1 - chance).log()
     expected = (losses * weights).sum()
-    assert torch.isclose(total, expected, rtol=1e-5)  # float32, another order of summation
+    assert abs(total - expected) < EXACT
     inputs = [states, markov.markov_w1.weight, *confidence.parameters()]
     ours = torch.autograd.grad(total, inputs, retain_graph=True)  # of the embedding, for both
     theirs = torch.autograd.grad(expected, inputs)
     for a, b in zip(ours, theirs, strict=True):
-        assert b.any() and torch.allclose(a, b, atol=1e-5)
+        assert b.any() and (a - b).abs().max() < EXACT
     total = confidence_loss(confidence, states, embedded, share, weights)
     assert torch.autograd.grad(total, share, allow_unused=True) == (None,)
 
@@ -129,5 +132,5 @@ def test_sums_stay_exact_under_autocast(shape):
                 ]  # fmt: skip
         assert total.dtype == torch.float32
         expected = (torch.stack(ones).double() * weights.double()).sum()
-        # float32 sums of SLOTS products; with products of bfloat16 the error is some 1e-3
-        torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=0)
+        # With products of bfloat16 the error is some 1e-3.
+        assert abs(total.double() - expected) < rounding(SLOTS, torch.stack(ones).max().item())

@@ -6,11 +6,14 @@ import pytest
 import test_attention
 import test_leaks
 import torch
+from rounding import EXACT
 from variants import CHANGES, WINDOW, variant_drafter
 
 from dflashdist.model.attention import BlockLayout, block_attention, dense_block_attention
 from dflashdist.model.blocks import dense_mask
 from dflashdist.model.shape import WHOLE, Sight
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 SIGHTS = [Sight(20, True), Sight(20, False), Sight(None, True), Sight(300, True), Sight(16, False)]
 
@@ -40,9 +43,7 @@ def test_dense_mask_against_the_definition(sight):
 @pytest.mark.parametrize(("num_blocks", "context"), [(50, 200), (37, 300), (1, 40)])
 def test_groups_equal_the_dense_mask(sight, num_blocks, context):
     output, gradient = test_attention.attention_errors(num_blocks, 16, context, sight=sight)
-    # Float32 softmax over the same keys in other chunks; values of size 1, gradients of size 10.
-    assert output < 5e-6
-    assert gradient < 5e-5
+    assert max(output, gradient) < EXACT
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
@@ -69,7 +70,7 @@ def test_dropped_blocks_see_themselves():
     for sight in SIGHTS:
         out = block_attention(*tensors, BlockLayout.build(anchors, keep, 30, 4, sight))
         dense = dense_block_attention(*tensors, anchors, keep, sight)
-        assert out.isfinite().all() and torch.allclose(out, dense, atol=5e-6)
+        assert (out - dense).abs().max() < EXACT
 
 
 # The whole drafter: test_leaks's block, row 0, anchor 10, logits to the bit.
@@ -135,9 +136,8 @@ def test_nothing_leaks(shape, name):
     drafter = variant_drafter(shape, name)
     assert not [what for what in test_leaks.UNSEEN if test_leaks.changed_by(drafter, what)]
     assert all(test_leaks.changed_by(drafter, what) for what in test_leaks.SEEN)
-    # Other sizes of the same products; relative to the largest logit.
-    assert test_leaks.padding_error(drafter) < 1e-6
-    assert test_leaks.batch_error(drafter) < 1e-6
+    assert test_leaks.padding_error(drafter) < EXACT
+    assert test_leaks.batch_error(drafter) < EXACT
 
 
 def test_default_sight_is_the_papers(shape):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from rounding import rounding
 
 from dflashdist.config import InputError
 from dflashdist.model.frozen import Frozen
@@ -29,7 +30,7 @@ def test_tapped_layers_in_the_given_order(target_folder, full_model, layer_ids):
         for n, layer in enumerate(full_model.model.layers)
     ]
     with torch.no_grad():
-        full_model(IDS)
+        full_model(IDS, use_cache=False)
     for hook in hooks:
         hook.remove()
     target = Target(target_folder, layer_ids)
@@ -43,9 +44,9 @@ def test_tapped_layers_in_the_given_order(target_folder, full_model, layer_ids):
 
 def test_layer_id_is_the_entry_after_it(target_folder, full_model):
     with torch.no_grad():
-        states = full_model(IDS, output_hidden_states=True).hidden_states
-    hidden = Target(target_folder, [2]).hidden_states(IDS[:1], LENGTHS[:1])
-    assert torch.equal(hidden[0], states[3][0])
+        states = full_model(IDS, use_cache=False, output_hidden_states=True).hidden_states
+    hidden = Target(target_folder, [2]).hidden_states(IDS, LENGTHS)
+    assert torch.equal(hidden[0], states[3][0])  # no padding in this row
 
 
 def test_only_the_needed_layers_are_kept(target_folder):
@@ -66,12 +67,12 @@ def test_last_state_is_what_the_head_reads(target_folder, full_model):
     assert last.shape == (3, 20, target.hidden_size)
     assert torch.equal(tapped, Target(target_folder, [3, 1]).hidden_states(IDS, LENGTHS))
     with torch.no_grad():
-        output = full_model(IDS, output_hidden_states=True)
+        output = full_model(IDS, use_cache=False, output_hidden_states=True)
     for b, n in enumerate(LENGTHS.tolist()):
         assert torch.equal(last[b, :n], output.hidden_states[-1][b, :n])
         logits = last[b, :n] @ full_model.lm_head.weight.detach().T
-        # A float32 product of another size.
-        torch.testing.assert_close(logits, output.logits[b, :n], rtol=1e-5, atol=1e-5)
+        size = (last[b, :n].abs().max() * full_model.lm_head.weight.abs().max()).item()
+        assert (logits - output.logits[b, :n]).abs().max() < rounding(32, size)
         assert not last[b, n:].any()
 
 
@@ -81,16 +82,15 @@ def test_last_state_of_a_tapped_last_layer(target_folder):
     before, after = hidden.chunk(2, -1)
     weight = Frozen.load(target_folder).final_norm
     normed = torch.nn.functional.rms_norm(before, before.shape[-1:], weight, 1e-6)
-    # Float32, another kernel.
-    torch.testing.assert_close(normed, after, rtol=1e-5, atol=1e-5)
+    assert (normed - after).abs().max() < rounding(32, after.abs().max().item())
 
 
 def test_row_alone_equals_row_in_a_padded_batch(target_folder):
     target = Target(target_folder, [1, 3])
     together = target.hidden_states(IDS, LENGTHS)
     alone = target.hidden_states(IDS[1:2, :9], LENGTHS[1:2])
-    # Float32 products of other sizes; relative to the largest value.
-    assert (together[1, :9] - alone[0]).abs().max() < 1e-6 * alone.abs().max()
+    # Through 4 layers of some 6 sums each, of up to 48 terms.
+    assert (together[1, :9] - alone[0]).abs().max() < rounding(4 * 6 * 48, alone.abs().max())
 
 
 def test_hidden_states_can_feed_training(target_folder):

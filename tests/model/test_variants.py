@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from rounding import EXACT
 from test_drafter import cached_decoding_error
 from test_shape import QWEN3_8B
 from variants import CHANGES, variant_drafter
@@ -15,11 +16,12 @@ from dflashdist.model.drafter import Drafter
 from dflashdist.model.drafting import greedy_drafts
 from dflashdist.model.shape import FULL, SLIDING, DrafterShape, Sight
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 
 @pytest.mark.parametrize("name", sorted(CHANGES))
 def test_cached_decoding_equals_the_training_block(shape, name):
-    # Float32; other shapes of the same products. Values of size 1.
-    assert cached_decoding_error(variant_drafter(shape, name)) < 1e-5
+    assert cached_decoding_error(variant_drafter(shape, name)) < EXACT
 
 
 @pytest.mark.parametrize("name", ["dflash2", "dspark"])
@@ -74,7 +76,7 @@ def test_convolution_by_hand():
                     (base[t, c] + predicted[b, i, t, c // 2]) * x[b, i - t, c]
                     for t in range(min(3, i % 2 + 1))
                 )
-                assert torch.isclose(y[b, i, c], torch.as_tensor(expected), atol=1e-6)
+                assert abs(y[b, i, c] - expected) < EXACT
 
 
 @pytest.mark.parametrize("name", sorted(CHANGES))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import Ranks, train_overrides
+from rounding import rounding
 from run_folder import assert_same_bits, scalars, weights
 from safetensors.torch import load_file
 
@@ -119,7 +120,7 @@ def test_an_update_of_muon_is_nearly_orthogonal():
 
 def test_the_average_by_hand():
     """In float64 by its definition: at the n-th update w_avg <- d w_avg + (1 - d) w with
-    d = min(decay, n / (n + 9)); float32 rounds each of 20 updates by at most 6e-8 of its size."""
+    d = min(decay, n / (n + 9)); float32 rounds each of 20 updates."""
     drafter = make_drafter()
     average = WeightAverage(drafter, 0.6)
     wanted = {name: tensor.double() for name, tensor in drafter.state_dict().items()}
@@ -135,7 +136,8 @@ def test_the_average_by_hand():
             wanted[name] = decay * wanted[name] + (1 - decay) * tensor.double()
     for name, tensor in average.drafter.state_dict().items():
         assert tensor.dtype == torch.float32
-        torch.testing.assert_close(tensor.double(), wanted[name], rtol=0, atol=1e-5)
+        bound = rounding(20, tensor.abs().max().item())
+        assert (tensor.double() - wanted[name]).abs().max() < bound < 1e-3, name
         assert not torch.equal(tensor, drafter.state_dict()[name])
     assert not any(p.requires_grad for p in average.drafter.parameters())
 
