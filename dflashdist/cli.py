@@ -46,7 +46,10 @@ file among them is a configuration; data.sources and target.path may stand in it
   dflashdist regenerate chats.jsonl --out answers.jsonl --local --target Qwen/Qwen3-0.6B
 
 The questions of each conversation are asked anew, each after the target's own earlier answers. The
-output only grows: a killed command goes on where it was. The key is read from OPENAI_API_KEY.""",
+output only grows: a killed command goes on where it was, and a larger --max-tokens asks again for
+the answers that were cut off, whose rows `prepare` then leaves out. The key is read from
+OPENAI_API_KEY. Exit code: 0 where each question has its answer, 1 where conversations have none
+(OUT.failed.jsonl has the reasons), 2 for what must be mended first, a server that is gone too.""",
     "plan": """examples:
   dflashdist plan conf/demo.yaml
   dflashdist plan conf/qwen3-8b.yaml data.lengths=lengths.npy schedule.max_tokens=16384 --json""",
@@ -166,6 +169,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--max-tokens", type=int, default=2048, help="of an answer [%(default)s]")
     sub.add_argument("--limit", type=int, help="conversations at most")
     sub.add_argument("--no-stream", action="store_true", default=None, help="ask for whole answers")
+    sub.add_argument(
+        "--wait", type=float, metavar="SECONDS",
+        help="for a server that does not answer, before the command ends [600]",
+    )  # fmt: skip
     sub.add_argument(
         "--extra", metavar="JSON",
         help="added to the request's body, e.g. chat_template_kwargs",

@@ -78,12 +78,12 @@ def run_regenerate(options: argparse.Namespace) -> None:
         "max_tokens": options.max_tokens, "limit": options.limit,
         "format": data.format, "fields": data.fields,
     }  # fmt: skip
-    from dflashdist.regenerate.run import format_counts, refuse_ignored
+    from dflashdist.regenerate.run import failed_path, format_counts, refuse_ignored
 
     served = {
         "--base-url": options.base_url, "--model": options.model, "--extra": options.extra,
         "--concurrency": options.concurrency, "--temperature": options.temperature,
-        "--no-stream": options.no_stream,
+        "--no-stream": options.no_stream, "--wait": options.wait,
     }  # fmt: skip
     if options.local:
         from dflashdist.eval.generate import regenerate_locally
@@ -99,7 +99,7 @@ def run_regenerate(options: argparse.Namespace) -> None:
             **shared,
         )  # fmt: skip
     else:
-        from dflashdist.regenerate.server import regenerate_by_server
+        from dflashdist.regenerate.server import WAIT_SECONDS, regenerate_by_server
 
         if not options.base_url or not options.model:
             raise InputError("name the server by --base-url and --model, or pass --local --target")
@@ -116,10 +116,16 @@ def run_regenerate(options: argparse.Namespace) -> None:
             sources, options.out, base_url=options.base_url, model=options.model,
             concurrency=32 if options.concurrency is None else options.concurrency,
             temperature=options.temperature or 0.0, stream=not options.no_stream, extra=extra,
-            **shared,
+            wait=WAIT_SECONDS if options.wait is None else options.wait, **shared,
         )  # fmt: skip
     print(json.dumps(counts, indent=1) if options.json else format_counts(counts))
-    if counts["failed"] and not counts["succeeded"] + counts["already"]:
+    if counts["failed"]:
+        print(
+            f"dflashdist regenerate: {counts['failed']:,} of {counts['input']:,} conversations "
+            f"have no usable answer, see {failed_path(Path(options.out))}; the same command asks "
+            "again those that the server failed, a larger --max-tokens those that were cut off",
+            file=sys.stderr,
+        )
         raise SystemExit(1)
 
 

@@ -10,6 +10,7 @@ a row refuses it. Name the .jsonl file itself, without split=, or give a column 
 
 import hashlib
 import io
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from dflashdist.data.locate import Dataset, Source, locate, parse_source
 from dflashdist.data.units import UNIT_ROWS, Batches, BatchRows, Part, Payload, Quota, Unit, deal
 
 __all__ = ["Source", "Sources", "Unit", "parse_source"]
+
+# How a row of `dflashdist regenerate` begins, up to the end of its key, and what marks one cut off.
+_ANSWERED, _HEAD, _MARK, _MOST = b'{"key": "', 41, b', "cut_off": true, ', "max_tokens"
 
 
 class Sources:
@@ -113,7 +117,14 @@ class Sources:
         if readers.is_parquet(part):
             batches = readers.parquet_batches(part, batch_rows)
             return Batches(str(part), self._checked(part, batches))
-        return self._checked(part, _file_rows(part))
+        return self._checked(part, self._file_rows(part))
+
+    def _file_rows(self, path: Path) -> Iterator[tuple[str, bytes]]:
+        described = self._contents[path] if "_contents" in self.__dict__ else None
+        replaced = described.replaced if described else frozenset()
+        with _opened(path) as raw:
+            rows = readers.json_rows(path, raw)
+            yield from (row for row in rows if row[0] not in replaced)
 
     def _checked(self, path: Path, rows: Iterator[Any]) -> Iterator[Any]:
         """The rows. Raises InputError at their end where the file is not the one described."""
@@ -126,7 +137,35 @@ class Sources:
 class _FileContent:
     stamp: tuple[int, int]  # bytes, and when it was last changed
     sha256: str
-    rows: int
+    rows: int  # without those that are
+    replaced: frozenset[str]  # origins of `_Replaced`
+
+
+class _Replaced:
+    """Origins of rows of `dflashdist regenerate` whose last answer was cut off (regenerate/run.py),
+    where a later row of the file has the same conversation, asked again with more tokens."""
+
+    def __init__(self) -> None:
+        self.origins: set[str] = set()
+        self._cut_off: dict[str, str] = {}  # by conversation, model and settings, the latest origin
+        self._keys: set[bytes] = set()  # of these
+
+    def see(self, origin: str, line: bytes) -> None:
+        """Look at the next row of a file."""
+        key = line[:_HEAD] if line.startswith(_ANSWERED) else b""
+        if not key or not (key in self._keys or _MARK in line):
+            return
+        try:
+            row = json.loads(line)
+            settings = {name: value for name, value in row["settings"].items() if name != _MOST}
+            made = json.dumps([row["key"], row["model"], settings], sort_keys=True)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return  # no row of ours; whoever parses it refuses it
+        if made in self._cut_off:
+            self.origins.add(self._cut_off.pop(made))
+        if row.get("cut_off") is True:
+            self._cut_off[made] = origin
+            self._keys.add(key)
 
 
 class _Hashed(io.RawIOBase):
@@ -147,21 +186,22 @@ class _Hashed(io.RawIOBase):
 
 def _examine(path: Path, bar: Any) -> _FileContent:
     """Read a file to its end. Raises InputError where it is damaged."""
-    stamp = _stamp(path)
+    stamp, rows, replaced = _stamp(path), 0, _Replaced()
     with _opened(path) as raw:
         hashed = _Hashed(raw, bar)
         if readers.is_parquet(path):
             rows = readers.count_parquet(path)
         else:
-            rows = sum(1 for _ in readers.json_rows(path, hashed))
+            for origin, line in readers.json_rows(path, hashed):
+                replaced.see(origin, line)
+                rows += 1
         while hashed.read(readers.CHUNK):
             pass
-    return _FileContent(stamp, hashed.sha256.hexdigest(), rows)
-
-
-def _file_rows(path: Path) -> Iterator[tuple[str, bytes]]:
-    with _opened(path) as raw:
-        yield from readers.json_rows(path, raw)
+    if replaced.origins:
+        told = f"{len(replaced.origins):,} rows whose last answer was cut off are not read"
+        print(f"dflashdist: {path}: {told}: later rows have it whole", file=sys.stderr)
+    rows -= len(replaced.origins)
+    return _FileContent(stamp, hashed.sha256.hexdigest(), rows, frozenset(replaced.origins))
 
 
 def _opened(path: Path) -> io.RawIOBase:

@@ -18,7 +18,7 @@ from dflashdist.data.conversations import Conversation, Message, RowError
 from dflashdist.data.messages import EMPTY_ANSWER, read_message
 from dflashdist.data.sources import Source
 from dflashdist.eval.decode import cache_keyword
-from dflashdist.regenerate.replay import CUT_OFF, AnswerError
+from dflashdist.regenerate.replay import LENGTH, AnswerError
 from dflashdist.regenerate.run import regenerate
 
 OTHER_TOKENS = "answer's text encodes to other tokens"
@@ -230,7 +230,7 @@ class LocalAnswerer:
             self._running = asyncio.create_task(self._run())
         ids = await future
         if ids is None:
-            raise AnswerError(CUT_OFF, paid=True)
+            raise AnswerError(LENGTH, paid=True)
         turn = {"role": "assistant", "content": self._chat.decode(ids[:-1])}
         try:
             canonical = read_message(turn)
@@ -241,6 +241,10 @@ class LocalAnswerer:
         if not encodes_back(self._chat, [*messages, canonical], tools, ids):
             raise AnswerError(OTHER_TOKENS, paid=True)
         return canonical
+
+    def trouble(self) -> str:
+        """Nothing keeps a local model from answering."""
+        return ""
 
     async def close(self) -> None:
         """Wait for the batch that is running, which gives up within a few tokens."""

@@ -21,10 +21,13 @@ from dflashdist.config import InputError
 
 KEY = re.compile(rb'\{"key": "([0-9a-f]{32})", ')
 START = b'{"key": "'
+MARK = b'cut_off": true'
+CUT_OFF = "cut_off"  # true and first in a row that a later, longer one of its key may replace
 
 
 class Journal:
-    """Rows by key in `path`. `offsets`: bytes before the last row of each 16-byte key.
+    """Rows by key in `path`. `offsets`: bytes before the last row of each 16-byte key, and
+    `cut_off`: the keys whose last row is marked so.
 
     `made_with`: each settings that rows found there were made with, and the first line that was.
     """
@@ -37,6 +40,7 @@ class Journal:
         """
         self.path, self.model, self.settings = path, model, settings
         self.offsets: dict[bytes, int] = {}
+        self.cut_off: set[bytes] = set()
         self.made_with: list[tuple[int, dict[str, Any]]] = []
         self._heads: list[bytes] = []  # what may follow the key of a row that was found
         try:
@@ -80,7 +84,7 @@ class Journal:
                 f"{self.path}: cannot be written: {error.strerror}; mend that and run the same "
                 "command again: it goes on from here"
             ) from error
-        self.offsets[key] = end
+        self._note(key, end, cut_off=bool(row.get(CUT_OFF)))
 
     def keep(self, keys: Iterable[bytes]) -> None:
         """Leave only the last rows of these keys, at once, and close; no file if there are none.
@@ -134,15 +138,21 @@ class Journal:
                 key = KEY.match(line)
                 if key is None or not line.endswith((b"}", b"}\n")):
                     raise InputError(self._foreign(number))
-                if not any(line.startswith(head, key.end()) for head in self._heads):
-                    self._learn_head(line, key.end(), number)
-                self.offsets[bytes.fromhex(key[1].decode())] = end
+                heads = (head for head in self._heads if line.startswith(head, key.end()))
+                head = next(heads, None) or self._learn_head(line, key.end(), number)
+                cut_off = line.startswith(MARK, key.end() + len(head))
+                self._note(bytes.fromhex(key[1].decode()), end, cut_off)
                 end += len(line)
         if bare:
             self._file.write(b"\n")
 
-    def _learn_head(self, line: bytes, start: int, number: int) -> None:
-        """Note the settings of a row, the first with these. Raises InputError."""
+    def _note(self, key: bytes, offset: int, cut_off: bool) -> None:
+        self.offsets[key] = offset
+        (self.cut_off.add if cut_off else self.cut_off.discard)(key)
+
+    def _learn_head(self, line: bytes, start: int, number: int) -> bytes:
+        """Note the settings of a row, the first with these; what follows its key. Raises
+        InputError."""
         try:
             row = json.loads(line)
             model, settings = row["model"], row["settings"]
@@ -158,6 +168,7 @@ class Journal:
             )
         self._heads.append(head)
         self.made_with.append((number, settings))
+        return head
 
     def _decoded(self, line: bytes, offset: int) -> dict[str, Any]:
         try:

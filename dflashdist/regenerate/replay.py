@@ -9,12 +9,12 @@ results they are, with whatever arguments; else the conversation ends with the t
 
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from dflashdist.data.conversations import Conversation, Message
 
-CUT_OFF = "answer cut off at max_tokens"
+LENGTH = "answer cut off at max_tokens"
 
 
 class AnswerError(Exception):
@@ -45,6 +45,10 @@ class Answerer(Protocol):
 
         Raises AnswerError when there is none, InputError when there will never be one.
         """
+        ...
+
+    def trouble(self) -> str:
+        """What keeps all answers from coming, for the progress line; empty where nothing does."""
         ...
 
     async def close(self) -> None:
@@ -96,6 +100,20 @@ def spell(message: Message) -> dict[str, Any]:
     if "tool_calls" in spelled:
         spelled["tool_calls"] = [_spell_call(call) for call in spelled["tool_calls"]]
     return spelled
+
+
+def unspell(spelled: Mapping[str, Any]) -> Message:
+    """The message that `spell` made this of."""
+    message = dict(spelled)
+    if "reasoning_content" in message:
+        message["reasoning"] = message.pop("reasoning_content")
+    if "tool_calls" in message:
+        calls = [(call, call["function"]) for call in message["tool_calls"]]
+        message["tool_calls"] = [
+            call | {"function": function | {"arguments": json.loads(function["arguments"])}}
+            for call, function in calls
+        ]
+    return message
 
 
 def _spell_call(call: dict[str, Any]) -> dict[str, Any]:

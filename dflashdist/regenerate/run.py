@@ -9,8 +9,9 @@ Invariants:
   unusable (cut off, say) is asked again only with other settings (a larger max_tokens), or once
   OUT.failed.jsonl is deleted. Paid for twice is only what a kill found in flight; Ctrl-C and
   SIGTERM keep the answers even of that.
-- A conversation that ends early by an unusable answer keeps the answers before it, and succeeded:
-  it is not asked again.
+- A conversation that ends early by an unusable answer keeps the answers before it, and succeeded.
+  If that answer was cut off, its row says so, and a larger max_tokens asks it again from there. The
+  row that follows replaces the first for whoever reads the file (data/sources.py).
 - Every row names the model and its settings. OUT grows by the same alone, but that max_tokens may
   be raised, which the answers that are there already would not have noticed. Answers in
   OUT.failed.jsonl that were made otherwise are not gone on with.
@@ -37,15 +38,21 @@ from dflashdist.config import AUTO, InputError
 from dflashdist.data.conversations import Conversation, Message, Rejections, RowError, parse_prompt
 from dflashdist.data.locate import refuse_inside
 from dflashdist.data.sources import Source, Sources
-from dflashdist.regenerate.journal import Journal
-from dflashdist.regenerate.replay import Answerer, AnswerError, replay, spell, to_last_answer
+from dflashdist.regenerate.journal import CUT_OFF, Journal
+from dflashdist.regenerate.replay import (
+    LENGTH,
+    Answerer,
+    AnswerError,
+    replay,
+    spell,
+    to_last_answer,
+    unspell,
+)
 
 NO_QUESTION = "no question"
 INTERRUPTED = "interrupted"
-# So many conversations in a row that the server failed, for each in flight, end the run: each has
-# been tried for minutes by then.
-PATIENCE = 2
-LINE_SECONDS = 30.0  # between two lines of progress where stderr is no terminal
+# Between two lines of progress where stderr is no terminal, and where answers are waited for.
+LINE_SECONDS, WAITING_LINE_SECONDS = 30.0, 10.0
 
 
 def regenerate(
@@ -173,8 +180,6 @@ class Regeneration:
         )
         self._reasons = {kind: Rejections() for kind in ("failed", "shortened", "skipped")}
         self._occurrences: dict[bytes, int] = {}  # by the conversation's own key
-        self._lost = 0  # conversations in a row that the server failed
-        self._patience = 0
         self._settings = json.loads(json.dumps(answerer.settings))  # as rows give it back
         self._done = Journal(out, answerer.model, self._settings)
         try:
@@ -184,6 +189,11 @@ class Regeneration:
             self._done.close()
             raise
         self._settled = self._read_settled()
+        most = self._settings.get("max_tokens", 0)
+        self._longer = {  # in OUT, cut off there, and worth another question
+            key for key in self._done.cut_off
+            if self._done.row(key)["settings"].get("max_tokens", 0) < most
+        }  # fmt: skip
 
     def _refuse_other_settings(self) -> None:
         for line, settings in self._done.made_with:
@@ -204,12 +214,14 @@ class Regeneration:
 
     def close(self) -> None:
         """Leave in OUT.failed.jsonl only what still lacks an answer, each conversation once."""
-        self._failed.keep([key for key in self._failed.offsets if key not in self._done])
+        self._failed.keep([key for key in self._failed.offsets if not self._is_done(key)])
         self._done.close()
+
+    def _is_done(self, key: bytes) -> bool:
+        return key in self._done and key not in self._longer
 
     async def ask_all(self, concurrency: int) -> None:
         """Ask for all that is pending, `concurrency` conversations at a time."""
-        self._patience = PATIENCE * concurrency
         if threading.current_thread() is threading.main_thread():
             task = asyncio.current_task()
             assert task is not None
@@ -249,7 +261,7 @@ class Regeneration:
                 self._count("skipped", origin, error)
                 continue
             key = self._key(conversation)
-            if key in self._done:
+            if self._is_done(key):
                 self._numbers["already"] += 1
             elif key in self._settled:
                 self._count("failed", origin, self._settled[key])
@@ -266,6 +278,7 @@ class Regeneration:
     async def _converse(self, conversation: Conversation, key: bytes) -> None:
         """Ask one conversation's questions in turn, and write down how it went."""
         said: list[Message] = []
+        row: dict[str, Any] = {}
         try:
             await replay(conversation, self._answerer, said, self._known(key))
         except AnswerError as error:
@@ -273,14 +286,15 @@ class Regeneration:
                 self._fail(conversation, key, said, error)
                 return
             self._reasons["shortened"].add(str(error), conversation.origin)
+            row = {CUT_OFF: True} if str(error) == LENGTH else {}
         except (asyncio.CancelledError, InputError):
             if to_last_answer(said):
                 self._write_failed(conversation, key, said, {"reason": INTERRUPTED})
             raise
-        row = {"source": conversation.origin, "messages": [*map(spell, to_last_answer(said))]}
+        row |= {"source": conversation.origin, "messages": [*map(spell, to_last_answer(said))]}
         self._done.append(key, row | _tools(conversation))
+        self._longer.discard(key)
         self._numbers["succeeded"] += 1
-        self._lost = 0
 
     def _fail(
         self, conversation: Conversation, key: bytes, said: list[Message], error: AnswerError
@@ -292,12 +306,6 @@ class Regeneration:
             why["paid"] = True
         self._write_failed(conversation, key, said, why)
         self._count("failed", conversation.origin, str(error))
-        self._lost = 0 if error.final else self._lost + 1
-        if self._lost >= self._patience:
-            raise InputError(
-                f"{self._answerer.model}: the last {self._lost} conversations had no answer: "
-                f"{': '.join(filter(None, (str(error), error.detail)))}; mend the server first"
-            )
 
     def _write_failed(
         self, conversation: Conversation, key: bytes, said: list[Message], why: dict[str, Any]
@@ -306,13 +314,15 @@ class Regeneration:
         self._failed.append(key, row)
 
     def _known(self, key: bytes) -> list[Message]:
-        """Answers that the conversation got, with these settings, before the server failed it."""
-        if key not in self._failed:
-            return []
-        row = self._failed.row(key)
-        if difference(row["settings"], self._settings):
-            return []
-        return [message for message in row["asked"] if message["role"] == "assistant"]
+        """Answers that the conversation got, with these settings, before the server failed it, or
+        before one was cut off."""
+        said: list[Message] = []
+        if key in self._failed:
+            row = self._failed.row(key)
+            said = [] if difference(row["settings"], self._settings) else row["asked"]
+        if key in self._longer and not said:
+            said = [unspell(message) for message in self._done.row(key)["messages"]]
+        return [message for message in said if message["role"] == "assistant"]
 
     def _read_settled(self) -> dict[bytes, str]:
         """Reasons of the failures that asking again with these settings would repeat."""
@@ -327,13 +337,16 @@ class Regeneration:
         self._reasons[outcome].add(reason, origin)
 
     async def _report(self) -> None:
-        """Progress with the time left: a bar on a terminal, else a line every 30 seconds."""
-        began = time.monotonic()
+        """Progress with the time left: a bar on a terminal, else a line now and then."""
+        began = shown = time.monotonic()
         bar = tqdm(total=self._total, desc="regenerate", unit=" conversations", disable=None)
         try:
             while True:
-                await asyncio.sleep(LINE_SECONDS if bar.disable else 0.5)
-                self._show(bar, began)
+                await asyncio.sleep(min(0.5, LINE_SECONDS, WAITING_LINE_SECONDS))
+                pause = WAITING_LINE_SECONDS if self._answerer.trouble() else LINE_SECONDS
+                if not bar.disable or time.monotonic() - shown >= pause:
+                    shown = time.monotonic()
+                    self._show(bar, began)
         finally:
             if not bar.disable:
                 self._show(bar, began)
@@ -344,14 +357,16 @@ class Regeneration:
         finished = counts["input"] - counts["unfinished"]
         free = counts["already"] + counts["skipped"]  # took no time: not in the rate
         failed = f"{counts['failed']:,} failed"
+        about = ": ".join(filter(None, ("regenerate", self._answerer.trouble())))
         if bar.disable:
             line = tqdm.format_meter(
-                finished, self._total or 0, time.monotonic() - began, prefix="regenerate",
+                finished, self._total or 0, time.monotonic() - began, prefix=about,
                 unit=" conversations", postfix=failed, initial=free, ascii=True, ncols=0,
             )  # fmt: skip
             print(line, file=sys.stderr)
         else:
             bar.n, bar.initial = finished, free
+            bar.set_description_str(about, refresh=False)
             bar.set_postfix_str(failed)
 
 

@@ -2,8 +2,9 @@
 
 What the network or an overloaded server does to a request (no connection, a broken stream, 429,
 5xx, something that is no completion) is tried again, with growing pauses or those that Retry-After
-asks for. What the server says about the request itself is final for its conversation. A wrong key,
-model or address, found before anything was answered, ends the run; later it is taken for a hiccup.
+asks for. Where nothing but such troubles came for `wait` seconds, the run ends: the server is gone.
+What the server says about the request itself is final for its conversation. A wrong key, model or
+address, found before anything was answered, ends the run; later it is taken for a hiccup.
 """
 
 import asyncio
@@ -24,13 +25,16 @@ from dflashdist.config import AUTO, InputError
 from dflashdist.data.conversations import Message, RowError
 from dflashdist.data.messages import EMPTY_ANSWER, NOT_UNICODE, read_message
 from dflashdist.data.sources import Source
-from dflashdist.regenerate.replay import CUT_OFF, AnswerError, spell
+from dflashdist.regenerate.replay import LENGTH, AnswerError, spell
 from dflashdist.regenerate.run import regenerate
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 120.0  # seconds; doubled in between
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds; doubled in between
 CONNECT_SECONDS = 15.0
+WAIT_SECONDS = 600.0  # for a server that gives no answer at all, at most
 LONGEST_ASKED_PAUSE = 600.0  # seconds of a Retry-After that are waited for
-NOTICE_SECONDS = 30.0  # between two lines about troubles
+NOTICE_SECONDS = 30.0  # between two lines about troubles that begin
+# Nobody answers: no fault of the request, whose tries are not used up by it.
+AWAY = ("connection failed", "server error 502", "server error 503", "server error 504")
 TRIED_AGAIN = (408, 409, 425, 429)  # and all from 500 on
 MISCONFIGURED = {
     401: "set OPENAI_API_KEY to the server's key",
@@ -53,6 +57,7 @@ def regenerate_by_server(
     max_tokens: int = 2048,
     stream: bool = True,
     extra: Mapping[str, Any] | None = None,
+    wait: float = WAIT_SECONDS,
     limit: int | None = None,
     format: str = AUTO,
     fields: Mapping[str, str] | None = None,
@@ -61,8 +66,9 @@ def regenerate_by_server(
     if concurrency > MAX_CONCURRENCY:
         raise InputError(f"concurrency={concurrency}: at most {MAX_CONCURRENCY} requests at a time")
     answerer = ServerAnswerer(
-        base_url, model, temperature=temperature, max_tokens=max_tokens, stream=stream, extra=extra
-    )
+        base_url, model, temperature=temperature, max_tokens=max_tokens, stream=stream, extra=extra,
+        wait=wait,
+    )  # fmt: skip
     return regenerate(
         sources, out, answerer, concurrency=concurrency, limit=limit, format=format, fields=fields
     )
@@ -84,6 +90,7 @@ class ServerAnswerer:
         max_tokens: int = 2048,
         stream: bool = True,
         extra: Mapping[str, Any] | None = None,
+        wait: float = WAIT_SECONDS,
         timeout: float = 600.0,
         tries: int = 12,
         first_pause: float = FIRST_PAUSE,
@@ -92,19 +99,21 @@ class ServerAnswerer:
         Args:
             base_url: the server's, http(s)://host:port/v1.
             extra: goes into each request's body: chat_template_kwargs, top_p, ...
+            wait: seconds of nothing but troubles, with two or more of each request in flight, that
+                end the run.
             timeout: seconds of silence that end a try of a stream. Six times that end any try, and
                 after as long an answer is not tried again, however few its tries: an answer that
                 is too slow is not paid for over and over.
-            tries: of one answer; 12 outlast a server's restart of some ten minutes.
+            tries: of one answer, those left out that found nobody at the address.
             first_pause: seconds before the second try, doubled for each further one.
 
         Raises InputError for an address or settings that cannot be.
         """
         if not base_url.startswith(("http://", "https://")):
             raise InputError(f"--base-url {base_url}: an address is http://HOST:PORT/v1")
-        if temperature < 0 or max_tokens < 1:
+        if temperature < 0 or max_tokens < 1 or wait < 0:
             raise InputError(
-                f"temperature={temperature}, max_tokens={max_tokens}: at least 0, and at least 1"
+                f"temperature={temperature}, max_tokens={max_tokens}, wait={wait}: at least 0, 1, 0"
             )
         try:
             import openai
@@ -115,7 +124,7 @@ class ServerAnswerer:
             "temperature": temperature, "max_tokens": max_tokens, "extra": dict(extra or {}),
         }  # fmt: skip
         self._openai: Any = openai
-        self._base_url, self._stream = base_url, stream
+        self._base_url, self._stream, self._wait = base_url, stream, wait
         self._longest, self._tries, self._first_pause = 6 * timeout, tries, first_pause
         # Tries are counted here: the client's own would not include a stream that breaks.
         self._client = openai.AsyncOpenAI(
@@ -128,6 +137,10 @@ class ServerAnswerer:
         )
         self._answered, self._refused = False, 0
         self._closed_until = 0.0  # time.monotonic() before which the server wants no request
+        self._open = 0  # answers that are asked for
+        self._signs = 0  # of life, that the server has given
+        # Tries that failed since the last one, when the first did, and how the latest.
+        self._failures, self._failing_since, self._trouble = 0, 0.0, ""
         self._last_notice = -NOTICE_SECONDS
 
     async def close(self) -> None:
@@ -138,9 +151,30 @@ class ServerAnswerer:
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None
     ) -> Message:
         """The model's next turn, its text as the server gave it. Errors: `Answerer.answer`."""
-        attempt, began = 0, time.monotonic()
+        self._open += 1
+        try:
+            return await self._try_on(messages, tools)
+        finally:
+            self._open -= 1
+
+    def trouble(self) -> str:
+        """What the run is waiting for, in words; empty where the server answers."""
+        if not self._failures:
+            return ""
+        seconds = time.monotonic() - self._failing_since
+        return (
+            f"{self._base_url}: no answer for {seconds:.0f} of {self._wait:.0f} s, "
+            f"{self._failures} tries, {self._trouble}"
+        )
+
+    async def _try_on(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None
+    ) -> Message:
+        """Try until there is an answer, or it is not worth another try."""
+        tries, counted, spent, signs = 0, 0, 0.0, self._signs
         while True:
             await self._wait_until_open()
+            began = time.monotonic()
             try:
                 async with asyncio.timeout(self._longest):
                     message = await self._ask(messages, tools)
@@ -151,11 +185,14 @@ class ServerAnswerer:
                 raise
             except Exception as error:
                 trouble = self._judge(error)
-            attempt += 1
-            if attempt >= self._tries or time.monotonic() - began > self._longest:
+            spent += time.monotonic() - began
+            self._note(trouble)
+            counted += str(trouble) not in AWAY or self._signs > signs  # meanwhile others heard it
+            signs = self._signs
+            if counted >= self._tries or spent > self._longest:
                 raise trouble
-            self._notice(trouble)
-            pause = min(self._first_pause * 2 ** (attempt - 1), LONGEST_PAUSE)
+            pause = min(self._first_pause * 2 ** min(tries, 20), LONGEST_PAUSE)
+            tries += 1
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
     async def _ask(
@@ -178,8 +215,10 @@ class ServerAnswerer:
             async with result:
                 async for chunk in result:
                     reply.add(chunk, "delta")
+                    self._hear()
         else:
             reply.add(result, "message")
+            self._hear()
         return reply.message()
 
     def _judge(self, error: Exception) -> AnswerError:
@@ -190,7 +229,8 @@ class ServerAnswerer:
         openai = self._openai
         if isinstance(error, openai.APIStatusError):
             return self._judge_status(error)
-        if isinstance(error, openai.APITimeoutError | TimeoutError):
+        connecting = type(error.__cause__).__name__ == "ConnectTimeout"
+        if isinstance(error, openai.APITimeoutError | TimeoutError) and not connecting:
             return AnswerError("no answer in time", str(error))
         if isinstance(error, openai.APIResponseValidationError | Incomplete | ValueError):
             return AnswerError("reply is no whole completion", str(error))
@@ -222,12 +262,28 @@ class ServerAnswerer:
         if pause > 0:
             await asyncio.sleep(pause + random.uniform(0, min(1.0, pause / 10)))
 
-    def _notice(self, trouble: AnswerError) -> None:
-        """Say now and then what keeps the answers from coming."""
-        if time.monotonic() - self._last_notice >= NOTICE_SECONDS:
-            self._last_notice = time.monotonic()
-            said = f"{self._base_url}: {trouble}: {trouble.detail}; trying again"
-            tqdm.write(" ".join(said.split()), file=sys.stderr)
+    def _hear(self) -> None:
+        """Note a sign of life: a reply, or a piece of one."""
+        self._failures = 0
+        self._signs += 1
+
+    def _note(self, trouble: AnswerError) -> None:
+        """Count a try that failed, and say so where it is the first for a while. Raises InputError
+        once nothing else has come for long enough."""
+        now, self._trouble = time.monotonic(), str(trouble)
+        if not self._failures:
+            self._failing_since = now
+            if now - self._last_notice >= NOTICE_SECONDS:
+                self._last_notice = now
+                said = f"{self._base_url}: {trouble}: {trouble.detail}; trying again"
+                tqdm.write(" ".join(said.split()), file=sys.stderr)
+        self._failures += 1
+        if now - self._failing_since > self._wait and self._failures >= 2 * self._open:
+            detail = " ".join(trouble.detail.split())
+            raise InputError(
+                f"{self.trouble()} ({detail}); start the server, or mend --base-url, and run the "
+                "same command again: it goes on from here (--wait SECONDS waits longer)"
+            )
 
 
 @dataclass
@@ -265,7 +321,7 @@ class _Reply:
     def message(self) -> Message:
         """The turn. Raises Incomplete for a part of one, AnswerError for one without use."""
         if self.finish == "length":
-            raise AnswerError(CUT_OFF, paid=True)
+            raise AnswerError(LENGTH, paid=True)
         if self.finish == "content_filter":
             raise AnswerError("server filtered the answer", paid=True)
         if self.finish not in FINISHED:

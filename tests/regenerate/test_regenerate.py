@@ -12,8 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from dflashdist.cli import main
 from dflashdist.config import InputError
 from dflashdist.data.conversations import parse_prompt, parse_row
+from dflashdist.data.sources import Sources
 from dflashdist.regenerate import run as module
 from dflashdist.regenerate.journal import Journal
 from dflashdist.regenerate.run import (
@@ -376,8 +378,65 @@ def test_an_unusable_answer_ends_its_conversation_and_is_not_paid_twice(server, 
     server.seen.clear()
     assert numbers(ask(server, source, out)) == [2, 0, 1, 0, 1]
     assert server.seen == []
-    assert numbers(ask(server, source, out, max_tokens=4096)) == [2, 1, 0, 0, 1]
-    assert server.seen == ["d"] and not failed_path(out).exists()
+    assert numbers(ask(server, source, out, max_tokens=4096)) == [2, 2, 0, 0, 0]
+    assert sorted(server.seen) == ["b", "c", "d"] and not failed_path(out).exists()
+
+
+def test_a_later_answer_that_was_cut_off_is_asked_again_with_more_tokens(server, tmp_path, out):
+    talk = [user("a"), assistant("x"), user("b"), assistant("x"), user("c")]
+    source = write(tmp_path / "in.jsonl", [talk, [user("d")], [user("e"), user("f")]])
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "ü"}'}}
+    server.extras["a"] = {"reasoning_content": "Hm.", "tool_calls": [call]}
+    talk.insert(1, assistant(None, tool_calls=[call]))
+    talk.insert(2, {"role": "tool", "content": "blue"})
+    write(source, [talk, [user("d")], [user("e"), user("f")]])
+    server.troubles["b"] = ["length"]
+    assert numbers(ask(server, source, out)) == [3, 3, 0, 0, 0]
+    first = talks(out)["a"]
+    assert len(first) == 4 and [row.get("cut_off") for row in rows_of(out)].count(True) == 1
+    assert numbers(ask(server, source, out)) == [3, 0, 0, 0, 3]  # not with as many tokens
+    server.seen.clear()
+    server.troubles["b"] = ["length", 500, 500, 500]
+    assert numbers(ask(server, source, out, max_tokens=4096)) == [3, 1, 0, 0, 2]
+    assert server.seen == ["b"]  # from where it was cut off, once
+    assert numbers(ask(server, source, out, max_tokens=8192)) == [3, 0, 1, 0, 2]
+    assert [row["reason"] for row in rows_of(failed_path(out))] == ["server error 500"]
+    assert prepared_from(out) == [["re: d"], ["re: f"], ["re: a", "re: blue"]]
+    server.seen.clear()
+    assert numbers(ask(server, source, out, max_tokens=8192)) == [3, 1, 0, 0, 2]
+    assert server.seen == ["b", "c"] and not failed_path(out).exists()
+    rows = [row["messages"] for row in rows_of(out) if row["messages"][0] == user("a")]
+    assert rows[0] == rows[1] == first and rows[2][:4] == first  # the file only grew
+    # What is trained on holds each conversation once, and whole.
+    assert prepared_from(out) == [["re: d"], ["re: f"], ["re: a", "re: blue", "re: b", "re: c"]]
+    assert numbers(ask(server, source, out, max_tokens=9000)) == [3, 0, 0, 0, 3]
+
+
+def prepared_from(path):
+    """The answers of each row that `prepare` reads."""
+    sources = Sources([path])
+    count = sources.max_rows
+    rows = [parse_row(origin, payload) for origin, payload in sources.rows()]
+    assert len(rows) == count
+    return [[m["content"] for m in row.messages if m["role"] == "assistant"] for row in rows]
+
+
+def test_rows_of_other_models_and_settings_replace_none(server, tmp_path, out):
+    """Files put end to end, of the same conversations: only the same model's own later row, made
+    alike but for its length, is the same answer gone on with."""
+    source = write(tmp_path / "in.jsonl", [[user("a"), assistant("x"), user("b")]])
+    server.troubles["b"] = ["length"] * 3
+    for number, settings in enumerate(({}, {"temperature": 0.5})):
+        ask(server, source, tmp_path / f"made/{number}.jsonl", **settings)
+    other = ServerAnswerer(server.url, "other", max_tokens=4096)
+    regenerate([source], tmp_path / "made/2.jsonl", other, concurrency=1)
+    texts = [(tmp_path / f"made/{number}.jsonl").read_text() for number in range(3)]
+    assert all('"cut_off": true' in text for text in texts)
+    out.write_text("".join(texts))
+    assert prepared_from(out) == [["re: a"]] * 3
+    ask(server, source, tmp_path / "made/0.jsonl", max_tokens=4096)
+    out.write_text("".join([*texts[1:], (tmp_path / "made/0.jsonl").read_text()]))
+    assert prepared_from(out) == [["re: a"]] * 2 + [["re: a", "re: b"]]
 
 
 @pytest.mark.parametrize(
@@ -514,17 +573,44 @@ def test_a_proxy_without_its_server_is_waited_for(server, tmp_path, out):
     assert numbers(ask(server, source, out, concurrency=1)) == [4, 4, 0, 0, 0]
 
 
-def test_a_server_that_is_gone_ends_the_run(server, tmp_path, out, capsys):
+@pytest.mark.parametrize("gone", [502, "hang up"])
+def test_a_server_that_is_gone_is_waited_for_and_ends_the_run(server, tmp_path, out, capsys, gone):
     source = write(tmp_path / "in.jsonl", questions(100))
     assert numbers(ask(server, source, out, limit=10)) == [10, 10, 0, 0, 0]
-    server.always = 502
-    with pytest.raises(InputError, match=r"no answer: server error 502.*mend the server first"):
-        ask(server, source, out, tries=2)
-    assert len(server.seen) < 10 + 2 * 16  # not all hundred
-    assert "10 already there" in capsys.readouterr().err
+    server.always = gone
+    told = rf"^{server.url}: no answer for \d of 0 s, \d+ tries, .*; start the server.*--wait"
+    with pytest.raises(InputError, match=told):
+        ask(server, source, out, wait=0.4)
+    assert len(set(server.seen)) == 14  # those in flight, tried as long as the wait is
+    assert server.times[-1] - server.times[10] >= 0.3 and len(server.seen) > 10 + 3 * 4
+    assert "10 already there + 4 unfinished" in capsys.readouterr().err
     server.always = None
     assert numbers(ask(server, source, out)) == [100, 90, 0, 0, 10]
     assert not failed_path(out).exists()
+
+
+def test_the_wait_is_shown_and_ends_with_the_first_answer(
+    server, tmp_path, out, capsys, monkeypatch
+):
+    monkeypatch.setattr(module, "WAITING_LINE_SECONDS", 0.02)
+    server.always = 503
+    threading.Timer(0.5, lambda: setattr(server, "always", None)).start()
+    source = write(tmp_path / "in.jsonl", questions(8))
+    assert numbers(ask(server, source, out, tries=1, wait=60)) == [8, 8, 0, 0, 0]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "no answer for" in line]
+    assert lines
+    for line in lines:
+        assert line.startswith(f"regenerate: {server.url}: no answer for ")
+        assert " of 60 s, " in line and " tries, server error 503: " in line and "0/8" in line
+
+
+def test_a_request_that_ends_the_server_each_time_is_given_up(server, tmp_path, out):
+    """Others are answered in between, so that its tries count."""
+    server.troubles["q0"] = ["hang up"] * 60
+    source = write(tmp_path / "in.jsonl", questions(60))
+    counts = ask(server, source, out, concurrency=2, wait=60)
+    assert numbers(counts) == [60, 59, 1, 0, 0]
+    assert Counter(server.seen)["q0"] <= 10
 
 
 def test_a_refused_prompt_is_no_reason_to_stop(server, tmp_path, out):
@@ -553,15 +639,37 @@ def test_an_answer_that_is_too_slow_is_not_tried_over_and_over(server, tmp_path,
 
 def test_nobody_at_the_address(server, tmp_path, out):
     source = write(tmp_path / "in.jsonl", questions(1))
-    nobody = ServerAnswerer("http://127.0.0.1:1/v1", "m", tries=2, first_pause=0.01)
-    counts = regenerate([source], out, nobody, concurrency=1)
-    assert counts["reasons"]["failed"]["counts"] == {"connection failed": 1}
+    nobody = ServerAnswerer("http://127.0.0.1:1/v1", "m", tries=2, first_pause=0.01, wait=0.2)
+    began = time.monotonic()
+    with pytest.raises(InputError, match=r"^http://127.0.0.1:1/v1: no answer .* connection failed"):
+        regenerate([source], out, nobody, concurrency=1)
+    assert time.monotonic() - began >= 0.2
     import httpx2
 
     let_through = httpx2.RemoteProtocolError("closed")  # some releases of `openai` do
     assert str(nobody._judge(let_through)) == "connection failed"
     with pytest.raises(KeyError):  # a fault of our own is nothing to try again
         nobody._judge(KeyError("x"))
+
+
+def test_failures_are_said_and_no_success(server, tmp_path, out, capsys):
+    """Exit code 1 and a last line; what there is of answers stays."""
+    source = write(tmp_path / "in.jsonl", questions(3))
+    command = ["regenerate", str(source), "--out", str(out), "--base-url", server.url, "--model"]
+    server.troubles["q1"] = [400]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "m"])
+    told = capsys.readouterr()
+    assert ended.value.code == 1 and set(talks(out)) == {"q0", "q2"}
+    last = told.err.splitlines()[-1]
+    assert last.startswith("dflashdist regenerate: 1 of 3 conversations have no usable answer")
+    assert str(failed_path(out)) in last
+    assert main([*command, "m"]) == 0
+    server.always = 503
+    assert (
+        main([*command[:3], str(tmp_path / "made/2.jsonl"), *command[4:], "m", "--wait", "0"]) == 2
+    )
+    assert "dflashdist regenerate: http://" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_no_quota_ends_the_run(server, tmp_path, out):
