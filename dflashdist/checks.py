@@ -50,6 +50,7 @@ def validate(config: Config) -> None:
         "drafter.init": ("fan_in", "random", "published", "target_layers"),
         "drafter.variant": ("dflash", "dflash2", "dspark"),
         "loss.weights": ("decay", "uniform", "dpace"),
+        "loss.dpace_by": ("data", "terms"),
         "optim.kind": ("adamw", "muon"),
         "optim.schedule": ("cosine", "wsd", "constant"),
         "train.device": (AUTO, "cpu", "cuda"),

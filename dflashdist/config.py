@@ -147,6 +147,9 @@ class LossConfig:
     # null = by n, block_size (for dspark one more): 16: 7, 10: 5, 8: 4 (DFlash, A.1), else 0.45 x n
     gamma: float | None = None
     dpace_alpha: float = 0.5
+    # Whose chance dpace weighs a slot by. data: the data's token's, for all terms | terms: each
+    # term's own, exp(-term), as in speculators 0.9. With ce alone the two are one.
+    dpace_by: str = "data"
     contiguous_only: bool = True  # nothing after an unsupervised gap of a block counts (DSpark)
     variable_prefix: float | None = None  # 2606.04446: real tokens first, how many ~ base^l (0.9)
     selector: float = 1.0  # dflash2: coefficient of the selector's cross-entropy (NeMo AutoModel)

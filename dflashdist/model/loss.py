@@ -210,8 +210,9 @@ class DrafterLoss(nn.Module):
         """The loss of the variant's own head, of the same slots; and which drafts are right, by the
         rule that the variant drafts by, the true token before each given.
 
-        The selector's has the terms' weights. The confidence's has `fixed` ones, float32 [M], under
-        D-PACE the decay's: it learns no token, so D-PACE's reason to weigh a slot is not its own.
+        The selector's has the terms' weights, of D-PACE those by the data's token. The confidence's
+        has `fixed` ones, float32 [M], under D-PACE the decay's: it learns no token, so D-PACE's
+        reason to weigh a slot is not its own.
         """
         drafter, config = self.drafter, self.config
         if drafter.candidate_selector is not None:
@@ -241,18 +242,17 @@ class DrafterLoss(nn.Module):
         if config.weights == "dpace":  # weights that need the losses of a block together
             counts = supervised.flatten(0, 1).sum(-1).tolist()
 
-            def weigh(chunk: Chunk, ce: Tensor) -> Tensor:
+            def weigh(chunk: Chunk, losses: Tensor) -> Tensor:
                 first, stop = chunk.blocks.start, chunk.blocks.stop
                 places = slots[chunk.slots] - first * size
-                return dpace_weights(ce, places, (stop - first, size), config.dpace_alpha)
+                return dpace_weights(losses, places, (stop - first, size), config.dpace_alpha)
 
-            return Objective(
-                config.terms, block_chunks(counts, config.chunk_size), weigh, *self._extras
-            )
+            chunks, by_term = block_chunks(counts, config.chunk_size), config.dpace_by == "terms"
+            return Objective(config.terms, chunks, weigh, by_term, *self._extras)
         weights = self._table_weights(batch, slots)
         chunks = even_chunks(len(slots), config.chunk_size)
         return Objective(
-            config.terms, chunks, lambda chunk, _ce: weights[chunk.slots], *self._extras
+            config.terms, chunks, lambda chunk, _: weights[chunk.slots], False, *self._extras
         )
 
     def _table_weights(self, batch: DrafterBatch, slots: Tensor) -> Tensor:
@@ -283,15 +283,14 @@ class DrafterLoss(nn.Module):
 def _sums(
     losses: Tensor, weights: Tensor, correct: Tensor, supervised: Tensor, first: int = 1
 ) -> Tensor:
-    """The float64 vector of `sums_layout`; correct and supervised are bool [B, N, block_size], and
-    slot `first` is the first that drafts."""
+    """The float64 vector of `sums_layout`; losses have their weights, correct and supervised are
+    bool [B, N, block_size], and slot `first` is the first that drafts."""
     correct, supervised = correct[..., first:], supervised[..., first:]
     # A slot that is not supervised neither counts nor breaks the run.
     unbroken = (correct | ~supervised).cumprod(-1) * supervised
-    weights = weights.double()
     head = [
-        (weights * losses.double()).sum(),
-        weights.sum(),
+        losses.double().sum(),
+        weights.double().sum(),
         supervised.any(-1).sum().double(),
         unbroken.sum().double(),
     ]

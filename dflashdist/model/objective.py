@@ -69,19 +69,20 @@ def block_chunks(counts: list[int], chunk_size: int) -> list[Chunk]:
     return chunks
 
 
-def dpace_weights(ce: Tensor, places: Tensor, shape: tuple[int, int], alpha: float) -> Tensor:
+def dpace_weights(losses: Tensor, places: Tensor, shape: tuple[int, int], alpha: float) -> Tensor:
     """D-PACE's weights of the supervised slots of whole blocks; 2605.18810.
 
-    q = (1 - alpha) exp(-ce) + alpha, 1 where a slot is not supervised; P the product of q up to a
+    q = (1 - alpha) exp(-loss) + alpha, 1 where a slot is not supervised; P the product of q up to a
     slot, how likely the drafts up to there are accepted; a slot's weight is the sum of P over the
     supervised slots from it to the block's end.
 
     Args:
-        ce: cross-entropy [m]; no gradient flows through it.
+        losses: [m], cross-entropy with the data's token, so that exp(-loss) is the drafter's
+            chance of it; or another term's. No gradient flows through them.
         places: int64 [m], each slot's place in the flat blocks. shape: (blocks, slots a block).
     """
-    taught = ce.new_zeros(shape[0] * shape[1]).index_fill_(0, places, 1.0)
-    q = torch.ones_like(taught).index_copy_(0, places, (1 - alpha) * (-ce).exp() + alpha)
+    taught = losses.new_zeros(shape[0] * shape[1]).index_fill_(0, places, 1.0)
+    q = torch.ones_like(taught).index_copy_(0, places, (1 - alpha) * (-losses).exp() + alpha)
     reached = q.view(shape).cumprod(-1) * taught.view(shape)
     return reached.flip(-1).cumsum(-1).flip(-1).flatten().index_select(0, places)
 
@@ -92,7 +93,8 @@ class Objective:
 
     terms: dict[str, float]  # coefficients, of LossConfig.terms
     chunks: list[Chunk]
-    weigh: Callable[[Chunk, Tensor], Tensor]  # a chunk and its cross-entropy [m] -> weights [m]
+    weigh: Callable[[Chunk, Tensor], Tensor]  # a chunk and losses of its slots [m] -> weights [m]
+    by_term: bool = False  # weigh each term by its own losses, not all by the cross-entropy
     overlap: bool = False  # also the share that p and t have in common
     top_k: int = 0  # also the ids of so many best tokens
 
@@ -116,9 +118,9 @@ class Teacher(NamedTuple):
 class Scores(NamedTuple):
     """What `ChunkedObjective` returns, in this order; only `loss` is differentiable."""
 
-    loss: Tensor  # scalar: the sum of weights x losses
-    losses: Tensor  # [M], the terms' sum
-    weights: Tensor  # [M]
+    loss: Tensor  # scalar, the sum of `losses`
+    losses: Tensor  # [M], the sum of weight x coefficient x term
+    weights: Tensor  # [M], by the cross-entropy
     hits: Tensor  # bool [M], arg max = label
     overlap: Tensor | None  # [M], 1 - tv: how likely a sampled draft is accepted
     top_ids: Tensor | None  # int64 [M, top_k], best first
@@ -188,7 +190,7 @@ class ChunkedObjective(torch.autograd.Function):
         ctx.save_for_backward(d_hidden, *(low.gradients if low else (None, None)))
         fixed = (losses, weights, hits, overlap, top_ids)
         ctx.mark_non_differentiable(*(tensor for tensor in fixed if tensor is not None))
-        return Scores((losses * weights).sum(), *fixed)
+        return Scores(losses.sum(), *fixed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -251,67 +253,68 @@ def _score(
     backward: bool,
 ) -> _Scored:
     """Losses and gradient of a chunk, label int64 [m, 1]; writes over `logits` and `log_t`."""
-    ce_share, hard_share = objective.coefficient("ce"), objective.coefficient("hard")
     top, best = logits.max(-1, keepdim=True)
     own = logits.gather(1, label)
-    own_t = own if best_t is None else logits.gather(1, best_t)
+    own_t = None if best_t is None else logits.gather(1, best_t)
     shifted = logits.sub_(top)
     exp = shifted.exp_() if log_t is None else shifted.exp()
     total = exp.sum(-1, keepdim=True)
-    ce = total.log() + top - own
-    weight = objective.weigh(chunk, ce.squeeze(1))[:, None]
-    losses = ce_share * ce
-    if best_t is not None:
-        losses = losses + hard_share * (total.log() + top - own_t)
-    overlap = d_logits = None
+    values = {"ce": total.log() + top - own}
+    if own_t is not None:
+        values["hard"] = total.log() + top - own_t
+    soft = overlap = None
     if log_t is not None:
-        log_ratio = shifted.sub_(total.log()).sub_(log_t)
-        soft_losses, overlap, slope = _soft(
-            exp.div_(total), log_t.exp_(), log_ratio, objective, backward
-        )
-        losses = losses + soft_losses
-        if slope is not None:
-            d_logits = slope.mul_(weight)
-    elif backward:
-        d_logits = exp.mul_((ce_share + hard_share) * weight / total)
-    if d_logits is not None:
-        d_logits.scatter_add_(1, label, -ce_share * weight)
-        if best_t is not None:
-            d_logits.scatter_add_(1, best_t, -hard_share * weight)
+        soft = _Soft(exp.div_(total), log_t, shifted.sub_(total.log()).sub_(log_t), objective)
+        values |= soft.values
+        overlap = soft.overlap
+    weight = objective.weigh(chunk, values["ce"].squeeze(1))[:, None]
+    shares = {}
+    for term, value in values.items():
+        if coefficient := objective.coefficient(term):
+            by = objective.weigh(chunk, value.squeeze(1))[:, None] if objective.by_term else weight
+            shares[term] = coefficient * by
+    losses = sum((share * values[term] for term, share in shares.items()), torch.zeros_like(own))
+    d_logits = None
+    if backward:
+        factor = sum((shares[t] for t in ("ce", "hard", "kl") if t in shares), 0 * weight)
+        d_logits = exp.mul_(factor / total) if soft is None else soft.slope(shares, factor)
+        for term, place in (("ce", label), ("hard", best_t)):
+            if term in shares and place is not None:
+                d_logits.scatter_add_(1, place, -shares[term])
     hits = (best == label).squeeze(1)
     return _Scored(losses.squeeze(1), weight.squeeze(1), hits, overlap, d_logits)
 
 
-def _soft(
-    p: Tensor, t: Tensor, log_ratio: Tensor, objective: Objective, backward: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The terms that read t, [m, 1]; what p and t have in common, [m]; and the slope [m, V]: the
-    gradient by the logits of all terms, without what `ce` and `hard` take off at their tokens.
+class _Soft:
+    """The terms that read the target's whole distribution t; all tables are [m, V]."""
 
-    Writes over `log_ratio` = log(p / t). All [m, V].
-    """
-    kl_share, reverse_share, tv_share = map(objective.coefficient, SOFT)
-    factor = sum(map(objective.coefficient, ("ce", "hard", "kl")))
-    loss = torch.zeros_like(p[:, :1])
-    if kl_share:
-        loss -= kl_share * (t * log_ratio).sum(-1, keepdim=True)
-    if reverse_share:
-        reverse_kl = (p * log_ratio).sum(-1, keepdim=True)
-        loss += reverse_share * reverse_kl
-        slope = log_ratio.sub_(reverse_kl).mul_(reverse_share).add_(factor)
-    else:
-        slope = log_ratio.fill_(factor)
-    difference = p - t
-    tv = difference.abs().sum(-1, keepdim=True) / 2
-    loss += tv_share * tv
-    overlap = 1 - tv.squeeze(1)
-    if not backward:
-        return loss, overlap, None
-    if tv_share:
-        sign = difference.sign_()
-        sign.sub_((p * sign).sum(-1, keepdim=True))
-        slope.add_(sign, alpha=tv_share / 2)
-    slope.mul_(p)
-    if kl_share:
-        slope.sub_(t, alpha=kl_share)
-    return loss, overlap, slope
+    def __init__(self, p: Tensor, log_t: Tensor, log_ratio: Tensor, objective: Objective) -> None:
+        """Of log_ratio = log(p / t); writes over `log_t`, and `slope` over the others."""
+        t = log_t.exp_()
+        self._p, self._t, self._log_ratio = p, t, log_ratio
+        self.values: dict[str, Tensor] = {}  # [m, 1], of the terms that are asked for
+        self.overlap: Tensor | None = None  # [m], what p and t have in common
+        if objective.coefficient("kl"):
+            self.values["kl"] = -(t * log_ratio).sum(-1, keepdim=True)
+        if objective.coefficient("reverse_kl"):
+            self.values["reverse_kl"] = (p * log_ratio).sum(-1, keepdim=True)
+        if objective.overlap or objective.coefficient("tv"):
+            self.values["tv"] = (p - t).abs_().sum(-1, keepdim=True) / 2
+            self.overlap = 1 - self.values["tv"].squeeze(1)
+
+    def slope(self, shares: dict[str, Tensor], factor: Tensor) -> Tensor:
+        """The gradient by the logits of all terms, without what `ce` and `hard` take off at their
+        tokens. shares: [m, 1], what a term counts; factor: those of `ce`, `hard` and `kl`."""
+        p, t, slope = self._p, self._t, self._log_ratio
+        if "reverse_kl" in shares:
+            slope = slope.sub_(self.values["reverse_kl"]).mul_(shares["reverse_kl"]).add_(factor)
+        else:
+            slope = slope.copy_(factor.expand_as(slope))
+        if "tv" in shares:
+            sign = (p - t).sign_()
+            sign.sub_((p * sign).sum(-1, keepdim=True))
+            slope.addcmul_(sign, shares["tv"] / 2)
+        slope.mul_(p)
+        if "kl" in shares:
+            slope.addcmul_(t, -shares["kl"])
+        return slope

@@ -229,7 +229,7 @@ def objective(loss: LossConfig, shape: DrafterShape) -> dict[str, Any]:
     by_distance = loss.weights == "decay" or (loss.weights == "dpace" and shape.confidence_head)
     if not by_distance or loss.gamma == default_gamma(shape.block_size + shape.ahead):
         idle.add("gamma")
-    idle |= {"dpace_alpha"} if loss.weights != "dpace" else set()
+    idle |= {"dpace_alpha", "dpace_by"} if loss.weights != "dpace" else set()
     idle |= {"selector"} if shape.variant != "dflash2" else set()
     idle |= {"confidence"} if not shape.confidence_head else set()
     default, values = asdict(LossConfig()), asdict(loss)

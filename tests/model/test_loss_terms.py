@@ -87,23 +87,27 @@ def plain_loss(drafter, frozen, batch, config: LossConfig) -> tuple[torch.Tensor
                 continue
             if at >= anchor + shown:
                 taught.append((k, at))
-        survival, reached = 1.0, []
+        values = {name: [] for name in {"ce", *config.terms}}
         for k, at in taught:
-            ce = F.cross_entropy(logits[b, n, k], batch.ids[b, at]).item()
-            survival *= (1 - config.dpace_alpha) * math.exp(-ce) + config.dpace_alpha
-            reached.append(survival)
-        for index, (k, at) in enumerate(taught):
             teacher_logits = frozen.head @ batch.last[b, at - 1]
-            slot = sum(
-                share * term(name, logits[b, n, k], teacher_logits, batch.ids[b, at])
-                for name, share in config.terms.items()
-            )
-            if config.weights == "dpace":
-                loss, weight = loss + sum(reached[index:]) * slot, weight + 1
-            else:
-                uniform = config.weights == "uniform"
-                w = 1.0 if uniform else math.exp(-(at - anchor - shown) / GAMMA)
-                loss, weight = loss + w * slot, weight + w
+            for name, found in values.items():
+                found.append(term(name, logits[b, n, k], teacher_logits, batch.ids[b, at]))
+        for name, share in config.terms.items():
+            survival, reached = 1.0, []
+            for value in values[name if config.dpace_by == "terms" else "ce"]:
+                q = (1 - config.dpace_alpha) * math.exp(-value.item()) + config.dpace_alpha
+                survival *= q
+                reached.append(survival)
+            for index, (_, at) in enumerate(taught):
+                if config.weights == "dpace":
+                    w = sum(reached[index:])
+                else:
+                    uniform = config.weights == "uniform"
+                    w = 1.0 if uniform else math.exp(-(at - anchor - shown) / GAMMA)
+                loss = loss + w * share * values[name][index]
+        for _, at in taught:
+            decayed = config.weights == "decay"
+            weight += math.exp(-(at - anchor - shown) / GAMMA) if decayed else 1.0
     return loss, weight
 
 
@@ -113,7 +117,11 @@ CASES = {
     "hard uniform": {"terms": {"hard": 1.0}, "weights": "uniform"},
     "dpace": {"weights": "dpace"},
     "dpace kl": {"weights": "dpace", "dpace_alpha": 0.2, "terms": {"kl": 1.0}},
-}
+    "dpace by terms": {
+        "weights": "dpace", "dpace_by": "terms", "dpace_alpha": 0.2,
+        "terms": {"ce": 0.1, "tv": 0.9, "kl": 0.7, "reverse_kl": 0.5, "hard": 0.3},
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("contiguous_only", [True, False])

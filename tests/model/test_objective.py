@@ -1,10 +1,12 @@
 """Terms and weights of the objective: values by hand, gradients in float64, chunks, memory."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rounding import rounding
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflashdist.checks import needs_last
@@ -74,7 +76,7 @@ def test_values_and_gradients_by_hand(term):
     scores.loss.backward()
     assert hidden.grad is not None and scores.overlap is not None
     # Float64 throughout: a few roundings of 1e-16.
-    assert scores.losses.item() == pytest.approx(2 * value, rel=1e-14)
+    assert scores.losses.item() == pytest.approx(3 * value, rel=1e-14)
     assert scores.loss.item() == pytest.approx(3 * value, rel=1e-14)
     assert hidden.grad[0].tolist() == pytest.approx([3 * g for g in gradient], abs=1e-14)
     assert scores.overlap.item() == pytest.approx(5 / 8, rel=1e-14)
@@ -131,7 +133,7 @@ def test_gradients_are_autograds(terms, low_rank, chunk_size):
     # Float64, sums of at most 17 x 11 numbers of size 1 to 10: some 1e-15 each.
     for tensor, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(tensor, other, rtol=0, atol=1e-12)
-    torch.testing.assert_close(scores.losses, losses.detach(), rtol=0, atol=1e-13)
+    torch.testing.assert_close(scores.losses, weights * losses.detach(), rtol=0, atol=1e-13)
     torch.testing.assert_close(scores.overlap, 1 - plain["tv"].detach(), rtol=0, atol=1e-14)
     assert torch.equal(scores.weights, weights)
     assert torch.equal(scores.hits, logits.argmax(-1) == labels)
@@ -206,6 +208,54 @@ def test_dpace_weights_by_hand():
     expected = [201 / 128, 105 / 128, 45 / 128, 21 / 16, 9 / 16]
     assert weights.tolist() == pytest.approx(expected, rel=1e-15)
     assert dpace_weights(ce, places, (3, 4), 1.0).tolist() == [3.0, 2.0, 1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("ce", {"hard": 1.0}),  # its labels are the target's choices
+        ("kl_div", {"kl": 1.0}),
+        ('{"ce": 0.1, "tv": 0.9, "rkl": 0.4}', {"hard": 0.1, "tv": 0.9, "reverse_kl": 0.4}),
+    ],
+)
+def test_dpace_by_terms_is_that_of_speculators(theirs, ours):
+    """Loss and gradient by the package's own functions; by the data's token they are others."""
+    losses = pytest.importorskip("speculators.losses", reason="pip install --no-deps speculators")
+    blocks, size, alpha = 12, 5, 0.3
+    draw = torch.Generator().manual_seed(3)
+    hidden, last = torch.randn(2, blocks * size, HIDDEN, generator=draw).double()
+    head = torch.randn(WORDS, HIDDEN, generator=draw).double()
+    mask = torch.rand(blocks, size, generator=draw) < 0.8
+    mask[:, 0] = False
+    hidden.requires_grad_()
+    total, _ = losses.compound_loss(
+        (hidden @ head.T)[None], (last @ head.T)[None], mask.view(1, -1),
+        torch.arange(blocks * size)[None] % size, losses.resolve_loss_config(theirs, "eager"),
+        partial(losses.dpace_loss_decay, loss_mask=mask.view(1, -1), block_size=size,
+                dpace_alpha=alpha),
+    )  # fmt: skip
+    count = mask.sum().item()
+    expected = total * (count + 1e-5)  # its mean keeps off zero so
+    places = mask.flatten().nonzero().squeeze(1)
+    labels = torch.randint(WORDS, (count,), generator=draw)
+
+    def weigh(chunk: Chunk, values: torch.Tensor) -> torch.Tensor:
+        at = places[chunk.slots] - chunk.blocks.start * size
+        return dpace_weights(values, at, (chunk.blocks.stop - chunk.blocks.start, size), alpha)
+
+    def loss(by_term: bool) -> torch.Tensor:
+        objective = Objective(ours, block_chunks(mask.sum(1).tolist(), 16), weigh, by_term)
+        teacher = Teacher(last, places)
+        return ChunkedObjective.apply(
+            hidden[places], head, labels, teacher, None, None, objective
+        )[0]  # fmt: skip
+
+    # The package takes its logarithms in float32: sums of 17 words, of losses of up to 10.
+    bound = rounding(WORDS * count, 10)
+    assert abs(loss(True) - expected) < bound
+    ours_, theirs_ = (torch.autograd.grad(one, hidden)[0] for one in (loss(True), expected))
+    assert (ours_ - theirs_).abs().max() < rounding(WORDS, 10)
+    assert abs(loss(False) - expected) > 10 * bound
 
 
 def test_chunks_of_whole_blocks():

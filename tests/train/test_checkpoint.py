@@ -250,9 +250,12 @@ def test_what_changes_no_result_goes_on(trained, overrides):
         "loss.chunk_size=7",
         "loss.terms.kl=0.0",
         "loss.dpace_alpha=0.1",
+        "loss.dpace_by=terms",
         "loss.selector=0.5",
     ]
     assert blueprint(overrides, *idle).first_step == 5
+    with pytest.raises(InputError, match=r"is \{'weights': 'dpace', 'dpace_by': 'terms'\}"):
+        blueprint(overrides, "loss.dpace_by=terms", "loss.weights=dpace")
 
 
 def test_other_first_weights_are_refused_where_they_would_not_be_read(trained, overrides):
