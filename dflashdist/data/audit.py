@@ -37,6 +37,7 @@ class Tally:
     unsupervised_answers: int = 0
     training_rows: int = 0
     left_out: Rejections = field(default_factory=Rejections)
+    remarks: Rejections = field(default_factory=Rejections)  # on kept conversations
     cut_rows: int = 0
     cut_tokens: int = 0
     chat_tokens: int = 0
@@ -52,9 +53,10 @@ class Tally:
         self.answers += int(conversations["answers"].sum())
         self.unsupervised_answers += int(conversations["unsupervised"].sum())
         self.training_rows += len(rows)
-        for conversation, reason, origin in part.left_out:
-            if chosen[conversation]:
-                self.left_out.add(reason, origin)
+        for found, entries in ((self.left_out, part.left_out), (self.remarks, part.remarks)):
+            for conversation, reason, origin in entries:
+                if chosen[conversation]:
+                    found.add(reason, origin)
         self.cut_rows += int(np.count_nonzero(rows["lost"]))
         self.cut_tokens += int(rows["lost"].sum())
         chat = rows[np.repeat(conversations["kind"], conversations["rows"]) == KINDS.index("chat")]
@@ -76,6 +78,8 @@ class Tally:
             "training_rows": self.training_rows,
             "left_out": self.left_out.counts,
             "left_out_examples": self.left_out.examples,
+            "remarks": self.remarks.counts,
+            "remarks_examples": self.remarks.examples,
             "cut_rows": self.cut_rows,
             "cut_tokens": self.cut_tokens,
             "frequent_tokens": [
@@ -144,13 +148,9 @@ def format_summary(summary: dict[str, Any]) -> str:
         *_reasons(summary["rejected"], summary["examples"]),
         ("duplicates", f"{counts['duplicates']}  ({repeated})"),
         ("training rows", counts["training_rows"]),
-        ("  left out", f"{sum(summary['left_out'].values()):,}"),
-        *_reasons(summary["left_out"], summary["left_out_examples"]),
-        (
-            f"  cut at {summary['max_length']:,}",
-            f"{counts['cut_rows']}  ({counts['cut_tokens']} tokens lost)",
-        ),
+        *_of_rows(summary),
         ("answers", f"{counts['answers']}  ({counts['unsupervised_answers']} not supervised)"),
+        *_reasons(summary["remarks"], summary["remarks_examples"]),
         ("tokens", counts["tokens"]),
         ("supervised tokens", f"{counts['supervised_tokens']}  ({share:.1%})"),
         ("length p10/50/90/99/max", " / ".join(map(str, summary["length_p10_p50_p90_p99_max"]))),
@@ -163,12 +163,24 @@ def format_summary(summary: dict[str, Any]) -> str:
             ("validation store", rows),
             ("  rejected", f"{sum(inside['rejected'].values()):,}"),
             *_reasons(inside["rejected"], inside["examples"]),
+            *_of_rows(inside),
+            *_reasons(inside["remarks"], inside["remarks_examples"]),
         ]
     if "checked_rows" in summary:
         checked = f"{counts['checked_rows']} rows, {counts['checked_tokens']} tokens"
         lines.append(("checked by decoding", checked))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _of_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of a store that were left out or cut."""
+    cut = f"{summary['cut_rows']:,}  ({summary['cut_tokens']:,} tokens lost)"
+    return [
+        ("  left out", f"{sum(summary['left_out'].values()):,}"),
+        *_reasons(summary["left_out"], summary["left_out_examples"]),
+        (f"  cut at {summary['max_length']:,}", cut),
+    ]
 
 
 def _reasons(counts: dict[str, int], examples: dict[str, list[str]]) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from dflashdist.config import InputError
 from dflashdist.data.conversations import Conversation, Message, PlainText, Row, RowError, TokenRow
-from dflashdist.data.messages import NO_SUPERVISED, NOT_UNICODE
+from dflashdist.data.messages import NO_SUPERVISED, NOT_UNICODE, THINK
 from dflashdist.data.pieces import PieceEncoder
 from dflashdist.data.template import ChatTemplate, special_literals
 from dflashdist.data.tokenizer import DEFAULT, TargetTokenizer
@@ -150,13 +150,15 @@ class ChatTokenizer:
             return Turns([TrainingRow(ids, mask, ())], 0)
         return self._conversation_rows(row, turns)
 
-    def check(self, row: TrainingRow, origin: str) -> None:
-        """Decode every supervised run and hold it against its answer and end of turn.
+    def check(self, row: TrainingRow, source: Row) -> None:
+        """Decode every supervised run and hold it against its answer and end of turn, and against
+        what the source row says, to the character but for blanks at its edges.
 
         Tokenizers that do not give back the text that they were given (a normaliser, a blank before
         the first word) are held to what they make of the answer, blanks aside. A row without
-        answers came as token ids: nothing to hold. Raises InputError naming `origin`.
+        answers came as token ids: nothing to hold. Raises InputError naming the source's origin.
         """
+        origin = source.origin
         if not row.answers:
             return
         edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask, [0]])))
@@ -172,6 +174,25 @@ class ChatTokenizer:
                     f"{origin}: the supervised tokens decode to {found[:80]!r}, the answer is "
                     f"{expected[:80]!r}: the tokenizer of {self.name} does not keep its text"
                 )
+        if isinstance(source, Conversation):
+            # Tags may begin within an answer.
+            whole = self._template.tagged(source.tools)
+            self._check_source(
+                self.decode(row.ids.tolist()) if whole else "".join(row.answers), row.turns, source
+            )
+
+    def _check_source(self, written: str, turns: Sequence[int], source: Conversation) -> None:
+        """Hold that the answers of a source are in the text `written`. Raises InputError."""
+        at = 0
+        for turn in turns:
+            for said in self._template.said(source.messages[turn], source.tools):
+                found = written.find(said.strip(), at)
+                if found < 0:
+                    raise InputError(
+                        f"{source.origin}: {said.strip()[:80]!r} is not in what is supervised, "
+                        f"{written[at : at + 80]!r}: a fault of dflashdist; please report it"
+                    )
+                at = found + len(said.strip())
 
     def warnings(self) -> list[str]:
         """What about the template and its settings is probably not meant, a line each."""
@@ -211,7 +232,9 @@ class ChatTokenizer:
         if turns == "auto" and len(rows) > 1:
             answers = answers[-1:]
             rows = assemble(answers, self._pieces, self.end_ids)
-        return Turns(rows, len(at))
+        blocks = ((answer.text, messages[answer.turn].get("written", "")) for answer in answers)
+        reframed = any(block.strip().removeprefix(THINK) not in text for text, block in blocks)
+        return Turns(rows, len(at), reframed)
 
     def _text_row(self, text: str) -> TrainingRow:
         """Plain text as a completion endpoint reads it: a BOS, if the tokenizer has one, once."""

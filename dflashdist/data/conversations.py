@@ -52,7 +52,7 @@ class Conversation:
     @cached_property
     def key(self) -> bytes:
         """Equal for equal conversations, wherever they come from."""
-        return _digest("conversation", self.messages, self.tools)
+        return _digest("conversation", _alike(self.messages), self.tools)
 
     @cached_property
     def opening(self) -> bytes:
@@ -63,7 +63,7 @@ class Conversation:
         roles = [message["role"] for message in self.messages]
         for i, role in enumerate(roles):
             if role == "assistant" and "user" in roles[:i]:
-                return _digest("opening", self.messages[:i], self.tools)
+                return _digest("opening", _alike(self.messages[:i]), self.tools)
         return self.key
 
 
@@ -230,6 +230,15 @@ def _to_last_answer(messages: list[Message]) -> list[Message]:
     if not any(messages[i].get("supervised", True) for i in answers):
         raise RowError(NO_SUPERVISED)
     return messages[: answers[-1] + 1]
+
+
+def _alike(messages: list[Message]) -> list[Message]:
+    """The messages without what sets two spellings of one conversation apart."""
+    alike = [{k: v for k, v in message.items() if k != "written"} for message in messages]
+    for message in alike:
+        if "reasoning" in message:
+            message["reasoning"] = message["reasoning"].strip()
+    return alike
 
 
 def _digest(*content: Any) -> bytes:

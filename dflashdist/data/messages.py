@@ -1,17 +1,18 @@
 """One message of a row, in whatever spelling, to its canonical form; the reasons rows are refused.
 
 Canonical: `role` (system, user, assistant or tool) and `content`, always text. An answer may also
-have `reasoning` (never empty), `tool_calls` (arguments as objects) and `supervised: False`; a tool
-result `name` and `tool_call_id`. A key that has nothing to say is absent, never None, and null
-means absent wherever the structure of a message is concerned. Other keys are left out.
+have `reasoning` (never blank), `written` (its whole text as it came, where a `<think>` block was
+taken out of it), `tool_calls` (arguments as objects) and `supervised: False`; a tool result `name`
+and `tool_call_id`. A key that has nothing to say is absent, never None, and null means absent
+wherever the structure of a message is concerned. Other keys are left out.
 
 Nothing else is repaired, but these things are made uniform:
 - Text blocks are joined by a newline. A tool's result that is not text becomes JSON text.
 - Reasoning comes from `reasoning_content`, `reasoning`, `thinking`, or a `<think>` block at the
   start of an answer. There `<think>` itself may be missing, which some generation prompts write,
   if `</think>` stands alone on its line or comes first; elsewhere an answer may speak of it.
-  Reasoning is stripped, and an empty one is none. After a block the answer loses its leading
-  newlines.
+  Reasoning loses the line breaks at its edges, and a blank one is none. After a block the answer
+  loses its leading newlines. Templates without a field for reasoning get the text as it came.
 - Tool arguments may be an object or JSON text; nothing at all, or blank text, means no arguments.
 - Tools have `type` and `function` first, and in it name, description and parameters, whatever
   order they came in: as servers write them, who read them into a structure of their own.
@@ -186,13 +187,16 @@ def from_json_text(value: Any, reason: str) -> Any:
 
 
 def one_reasoning(given: list[Any]) -> str:
-    """The reasoning that all of `given` are, "" apart, stripped. Raises RowError."""
+    """The reasoning that all of `given` are, blanks at their edges and blank ones aside.
+
+    Raises RowError.
+    """
     if not all(isinstance(reasoning, str) for reasoning in given):
         raise RowError(NOT_TEXT)
-    reasonings = {reasoning.strip() for reasoning in given} - {""}
-    if len(reasonings) > 1:
+    reasonings = [reasoning.strip("\r\n") for reasoning in given if reasoning.strip()]
+    if len({reasoning.strip() for reasoning in reasonings}) > 1:
         raise RowError(TWO_REASONINGS)
-    return reasonings.pop() if reasonings else ""
+    return reasonings[0] if reasonings else ""
 
 
 def _inline_reasoning(content: str) -> tuple[str, str]:
@@ -224,11 +228,13 @@ def _is_media(kind: Any) -> bool:
 def _answer(message: dict[str, Any], content: str) -> Message:
     """The assistant's turn, its reasoning taken out of the text where it stands there."""
     given = [message[key] for key in REASONING_KEYS if message.get(key) is not None]
-    inline, content = _inline_reasoning(content)
+    inline, rest = _inline_reasoning(content)
     reasoning = one_reasoning([*given, inline])
-    answer: Message = {"role": "assistant", "content": content}
+    answer: Message = {"role": "assistant", "content": rest}
     if reasoning:
         answer["reasoning"] = reasoning
+    if rest != content and (inline.strip() or not reasoning):  # all of it stands in the text
+        answer["written"] = content
     calls = _tool_calls(message)
     if calls:
         answer["tool_calls"] = calls

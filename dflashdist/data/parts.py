@@ -34,8 +34,8 @@ from dflashdist.data.conversations import (
     Conversation,
     PlainText,
     Rejections,
+    Row,
     RowError,
-    TokenRow,
     parse_row,
 )
 from dflashdist.data.shards import sync
@@ -43,11 +43,12 @@ from dflashdist.data.sources import Sources, Unit
 from dflashdist.data.turns import TrainingRow
 
 NOT_ADJACENT = "no two adjacent supervised tokens"
+REFRAMED = "<think> block spaced as the template does"
 BEYOND = "answers begin beyond data.max_length"
 CHECKED = 8  # training rows a unit whose mask is verified by decoding
 KINDS = ("chat", "text", "tokens")
 
-LeftOut = tuple[int, str, str]  # conversation's number in the part, reason, origin
+Remark = tuple[int, str, str]  # conversation's number in the part, what or why, origin
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Part:
     source_rows: int = 0
     rejections: Rejections = field(default_factory=Rejections)
     origins: list[str] = field(default_factory=list)  # [C]
-    left_out: list[LeftOut] = field(default_factory=list)  # training rows of kept conversations
+    left_out: list[Remark] = field(default_factory=list)  # training rows of kept conversations
+    remarks: list[Remark] = field(default_factory=list)  # on kept conversations
     checked_rows: int = 0
     checked_tokens: int = 0
     conversations: np.ndarray = field(default_factory=lambda: np.zeros(0, CONVERSATION))  # [C]
@@ -101,6 +103,7 @@ class Part:
             "examples": self.rejections.examples,
             "origins": self.origins,
             "left_out": self.left_out,
+            "remarks": self.remarks,
             "checked": [self.checked_rows, self.checked_tokens],
         }
         arrays = {
@@ -127,6 +130,7 @@ class Part:
                 rejections=Rejections(counts=ledger["counts"], examples=ledger["examples"]),
                 origins=ledger["origins"],
                 left_out=[tuple(entry) for entry in ledger["left_out"]],
+                remarks=[tuple(entry) for entry in ledger["remarks"]],
                 checked_rows=ledger["checked"][0],
                 checked_tokens=ledger["checked"][1],
                 conversations=arrays["conversations"],
@@ -208,7 +212,7 @@ class PartMaker:
         rows: list[tuple[int, int, int]] = []
         ids: list[np.ndarray] = []
         masks: list[np.ndarray] = []
-        whole: list[tuple[str, TrainingRow]] = []  # kept rows before the cut, for the check
+        whole: list[tuple[TrainingRow, Row]] = []  # kept rows before the cut, for the check
         for origin, payload in unit.rows():
             part.source_rows += 1
             try:
@@ -223,7 +227,9 @@ class PartMaker:
                 rows.append((length, int(mask.sum()), len(made.ids) - length))
                 ids.append(made.ids[:length])
                 masks.append(mask)
-                whole.append((origin, made))
+                whole.append((made, row))
+            remarks = [REFRAMED] if turns.reframed else []
+            part.remarks += [(len(part.origins), remark, origin) for remark in remarks]
             part.left_out += [(len(part.origins), reason, origin) for reason in reasons]
             part.origins.append(origin)
             kind = KINDS.index(_kind(row))
@@ -259,12 +265,12 @@ class PartMaker:
             raise RowError(reasons[-1])
         return kept, reasons
 
-    def _check(self, part: Part, whole: list[tuple[str, TrainingRow]], seed: int) -> None:
+    def _check(self, part: Part, whole: list[tuple[TrainingRow, Row]], seed: int) -> None:
         """Verify masks by decoding: a random sample that depends on the unit alone, or all."""
         if not self._job.verify_all and len(whole) > CHECKED:
             whole = random.Random(seed).sample(whole, CHECKED)
-        for origin, row in whole:
-            self._chat.check(row, origin)
+        for row, source in whole:
+            self._chat.check(row, source)
             part.checked_rows += 1
             part.checked_tokens += int(row.loss_mask.sum())
 
@@ -297,7 +303,7 @@ def unusable(loss_mask: np.ndarray, length: int, least: int) -> str | None:
     return None if (kept[1:] & kept[:-1]).any() else NOT_ADJACENT
 
 
-def _kind(row: Conversation | PlainText | TokenRow) -> str:
+def _kind(row: Row) -> str:
     if isinstance(row, Conversation):
         return "chat"
     return "text" if isinstance(row, PlainText) else "tokens"

@@ -273,8 +273,11 @@ def _answer(columns: _Columns, answer: Any) -> list[Message]:
     beside = [value for key in REASONING_KEYS if (value := columns.get(key)) not in EMPTY]
     last = next((m for m in reversed(messages) if m["role"] == "assistant"), None)
     if beside and last is not None:
-        reasoning = one_reasoning([*beside, last.get("reasoning", "")])
-        last |= {"reasoning": reasoning} if reasoning else {}
+        known = last.get("reasoning", "")
+        reasoning = one_reasoning([*beside, known])
+        if reasoning and not known:
+            last["reasoning"] = reasoning
+            last.pop("written", None)  # which has no reasoning
     return messages
 
 

@@ -6,7 +6,9 @@ there is one. Two things differ, both by intent: the date is fixed, and `{% gene
 can be asked where they stand.
 
 Reasoning is given to the template under every name that templates know. A template that writes
-none of them gets it inline, `<think>` first, as such targets write it.
+none of them gets the answer's text as it came, a `<think>` block in it included. Reasoning that
+came in a field of its own is put before it as such targets write it; and where the generation
+prompt opens the block, an answer begins with that very opening.
 """
 
 import json
@@ -23,7 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dflashdist.config import InputError
-from dflashdist.data.messages import Message, RowError
+from dflashdist.data.messages import END_THINK, THINK, Message, RowError
 from dflashdist.data.tokenizer import DEFAULT, template_digest
 
 TEMPLATE_REFUSES = "template refuses the conversation"
@@ -33,6 +35,7 @@ TOOL_USE = "tool_use"
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 # Unicode noncharacters, which no text that is exchanged holds, stand around a tagged body.
+OPENED = re.compile(rf"{THINK}\s*\Z")
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 # What a template's code may raise on messages that it was not written for.
 FAILURES = (
@@ -79,6 +82,7 @@ class Variant:
     names: frozenset[str]  # variables that it reads
     literals: frozenset[str]  # the texts that it holds
     inline_reasoning: bool  # it writes no reasoning field
+    opening: str  # the end of its generation prompt that opens a block, and blanks after it; or ""
 
 
 class ChatTemplate:
@@ -138,8 +142,21 @@ class ChatTemplate:
 
     def inputs(self, messages: Sequence[Message], tools: list[Any] | None) -> list[dict[str, Any]]:
         """Canonical messages as the template reads them."""
-        inline = self._variant(tools).inline_reasoning
-        return [_input(message, inline) for message in messages]
+        variant = self._variant(tools)
+        opening = variant.opening if variant.inline_reasoning else None
+        return [_input(message, opening) for message in messages]
+
+    def tagged(self, tools: list[Any] | None) -> bool:
+        """Whether there are `{% generation %}` tags."""
+        return self._variant(tools).marked is not None
+
+    def said(self, message: Message, tools: list[Any] | None) -> list[str]:
+        """The texts of an answer that must stand in what the target writes, in their order."""
+        variant = self._variant(tools)
+        if not variant.inline_reasoning or "written" not in message:
+            return [message.get("reasoning", ""), message["content"]]
+        written = message["written"]
+        return [written.strip().removeprefix(THINK) if variant.opening else written]
 
     def render(
         self, inputs: Sequence[dict[str, Any]], tools: list[Any] | None, prompt: bool = False
@@ -215,7 +232,16 @@ class ChatTemplate:
             names,
             frozenset(literals),
             not self._writes_reasoning(plain, names),
+            self._opening(plain),
         )
+
+    def _opening(self, plain: Template) -> str:
+        try:
+            prompt = self._render(plain, [{"role": "user", "content": "question"}], None, True)
+        except RowError:
+            return ""
+        found = OPENED.search(prompt)
+        return found[0] if found else ""
 
     def _writes_reasoning(self, plain: Template, names: frozenset[str]) -> bool:
         """Whether a reasoning field shows in the text of an answer, or of one with tool calls.
@@ -229,7 +255,7 @@ class ChatTemplate:
         thinking = dict.fromkeys((name for name in names if "think" in name.lower()), True)
         for settings in ({}, self.settings, thinking):
             for more in ({"content": "answer"}, {"content": "", "tool_calls": [call]}):
-                answer = _input({"role": "assistant", "reasoning": "considered", **more}, False)
+                answer = _input({"role": "assistant", "reasoning": "considered", **more}, None)
                 variables = self._specials | settings
                 try:
                     text = self._render(plain, [asked, answer], None, False, variables)
@@ -245,15 +271,28 @@ def special_literals(texts: frozenset[str]) -> list[str]:
     return sorted({match for text in texts for match in SPECIAL.findall(text)})
 
 
-def _input(message: Message, inline: bool) -> dict[str, Any]:
-    """One message as templates read it."""
-    result = {key: message[key] for key in message if key not in ("reasoning", "supervised")}
-    reasoning = message.get("reasoning")
-    if reasoning and inline:
-        result["content"] = f"<think>\n{reasoning}\n</think>\n\n{message['content']}"
-    elif reasoning:
-        result |= dict.fromkeys(REASONING_NAMES, reasoning)
+def _input(message: Message, opening: str | None) -> dict[str, Any]:
+    """One message as templates read it; `opening` is None for those with a field for reasoning."""
+    apart = ("reasoning", "written", "supervised")
+    result = {key: message[key] for key in message if key not in apart}
+    reasoning, written = message.get("reasoning"), message.get("written")
+    if opening is None:
+        result |= dict.fromkeys(REASONING_NAMES, reasoning) if reasoning else {}
+        return result
+    if reasoning and not written:
+        space = "" if message["content"].startswith("\n") else "\n\n"
+        written = f"{THINK}\n{reasoning}\n{END_THINK}{space}{message['content']}"
+    if written:
+        result["content"] = _opened(written, opening)
     return result
+
+
+def _opened(written: str, opening: str) -> str:
+    """The text of an answer, its block opened by these characters if there are any."""
+    if opening and written.lstrip().startswith(THINK):
+        written = written.lstrip().removeprefix(THINK)
+        written = written.removeprefix(opening.removeprefix(THINK))
+    return opening + written
 
 
 def _loaded(environment: ImmutableSandboxedEnvironment, source: str) -> Template:

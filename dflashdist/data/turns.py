@@ -47,6 +47,7 @@ class TrainingRow:
     ids: np.ndarray  # int32 [n]
     loss_mask: np.ndarray  # uint8 [n], 1 on the tokens that the target would write
     answers: tuple[str, ...]  # what each supervised run decodes to, in order; () if ids came as ids
+    turns: tuple[int, ...] = ()  # the messages that they are, one or several a run, in order
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Turns:
 
     rows: list[TrainingRow]  # at least one
     answers: int  # assistant turns of the conversation; 0 for plain text and token rows
+    reframed: bool = False  # the template writes an answer's <think> block otherwise than it came
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Answer:
     prompt: str  # all that the target has read when it begins
     text: str  # all that it writes
     end: str  # the end-of-turn token that `text` ends with
+    turn: int = 0  # the number of its message
 
 
 class AnswerFinder:
@@ -109,7 +112,7 @@ class AnswerFinder:
             if not own:
                 return None
             start = max(start, _tagged_from(own, stop, end))
-        return Answer(text[:start], text[start:stop], end)
+        return Answer(text[:start], text[start:stop], end, turn)
 
     def _end_of_turn(self, text: str, first: int) -> tuple[int, str]:
         """Where the answer that begins at `first` stops, and its end token; "" if it has none.
@@ -187,6 +190,7 @@ class _OpenRow:
         self._joined = joined  # the ids are those of the text in one
         self._runs: list[Span] = []
         self._answers: list[str] = []
+        self._turns: list[int] = []
 
     def surely_precedes(self, answer: Answer, encoder: PieceEncoder) -> bool:
         """Whether the text alone shows that the answer's prompt begins with the row's ids."""
@@ -200,6 +204,7 @@ class _OpenRow:
         start, text = len(self.ids), answer.text
         self.ids = self.ids + ids
         self.text, self.end = answer.prompt + text, answer.end
+        self._turns.append(answer.turn)
         if self._runs and self._runs[-1][1] == start:  # nothing stands between the two
             start, text = self._runs.pop()[0], self._answers.pop() + text
         self._runs.append((start, len(self.ids)))
@@ -209,7 +214,8 @@ class _OpenRow:
         mask = np.zeros(len(self.ids), dtype=np.uint8)
         for start, stop in self._runs:
             mask[start:stop] = 1
-        return TrainingRow(np.array(self.ids, dtype=np.int32), mask, tuple(self._answers))
+        ids = np.array(self.ids, dtype=np.int32)
+        return TrainingRow(ids, mask, tuple(self._answers), tuple(self._turns))
 
 
 def _said(message: dict[str, Any]) -> list[str]:
@@ -230,6 +236,9 @@ def _hold_all_said(message: dict[str, Any], prompt: str, written: str) -> None:
     if prompt.rstrip().endswith(OPENERS[0]):  # the prompt holds the beginning of inline reasoning
         content = content.removeprefix(OPENERS[0]).strip()
     rest = written[at + len(reasoning) :]
+    unended = content.startswith(OPENERS[0]) and "</think>" not in content
+    if unended and not written.lstrip().startswith(content):  # but follows the template's own block
+        raise RowError(CHANGES_ANSWER)
     if content not in rest:
         # Reasoning that was put inline for a template without a field for it may be cut off.
         visible = content.rpartition("</think>")[2].strip()

@@ -95,6 +95,9 @@ def to_last_answer(said: Sequence[Message]) -> list[Message]:
 def spell(message: Message) -> dict[str, Any]:
     """A message as OpenAI-compatible servers and files have it: tool arguments are JSON text."""
     spelled = {key: value for key, value in message.items() if key != "supervised"}
+    if "written" in spelled:  # the reasoning is in the text, as it came
+        spelled["content"] = spelled.pop("written")
+        spelled.pop("reasoning", None)
     if "reasoning" in spelled:
         spelled["reasoning_content"] = spelled.pop("reasoning")
     if "tool_calls" in spelled:

@@ -330,7 +330,7 @@ class _Reply:
         # Servers send it under one name or under both.
         reasoning = "".join(self.reasoning) or "".join(self.reasoning_content)
         if reasoning.strip():
-            turn["reasoning"] = reasoning.strip()
+            turn["reasoning"] = reasoning.strip("\r\n")
         if self.calls:
             calls = [self.calls[index] for index in sorted(self.calls)]
             turn["tool_calls"] = [{"id": call.pop("id"), "function": call} for call in calls]

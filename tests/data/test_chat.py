@@ -46,7 +46,7 @@ def test_supervised_tokens_decode_to_the_answers_and_their_end_of_turn(chat):
     supervised = chat.decode([i for i, on in zip(row.ids, row.loss_mask, strict=True) if on])
     assert supervised == "".join(TALK[i]["content"] + "<|im_end|>" for i in (2, 4))
     assert (row.ids.dtype, row.loss_mask.dtype) == (np.int32, np.uint8)
-    chat.check(row, "here")
+    chat.check(row, Conversation("here", TALK))
 
 
 def test_what_precedes_an_answer_is_the_prompt_the_target_would_get(chat):
@@ -60,9 +60,9 @@ def test_a_shifted_mask_is_noticed(chat, shift):
     (row,) = chat.training_rows(Conversation("here", TALK)).rows
     shifted = replace(row, loss_mask=np.roll(row.loss_mask, shift))
     with pytest.raises(InputError, match=r"here: (the supervised tokens decode to|3 supervised)"):
-        chat.check(shifted, "here")
+        chat.check(shifted, Conversation("here", TALK))
     with pytest.raises(InputError, match="here: 1 supervised runs for 2 answers"):
-        chat.check(replace(row, loss_mask=np.ones_like(row.loss_mask)), "here")
+        chat.check(replace(row, loss_mask=np.ones_like(row.loss_mask)), Conversation("here", TALK))
 
 
 def test_a_mask_off_by_a_blank_is_noticed(chat):
@@ -70,17 +70,19 @@ def test_a_mask_off_by_a_blank_is_noticed(chat):
     longer = row.loss_mask.copy()
     longer[np.flatnonzero(longer)[0] - 1] = 1  # the newline that ends the generation prompt
     with pytest.raises(InputError, match=r"here: the supervised tokens decode to '\\nWalk"):
-        chat.check(replace(row, loss_mask=longer), "here")
+        chat.check(replace(row, loss_mask=longer), Conversation("here", TALK[:3]))
 
 
 @pytest.mark.parametrize("style", [LLAMA_2_FIRST, MISTRAL_1])
 def test_blanks_before_the_first_word_are_no_fault(tmp_path, style):
     chat = ChatTokenizer.load(write_target(tmp_path, style, LLAMA_2))
     (row,) = chat.training_rows(Conversation("here", TALK[1:])).rows
-    chat.check(row, "here")
+    chat.check(row, Conversation("here", TALK[1:]))
     assert row.ids.tolist() == chat.encode([chat.render(TALK[1:])])[0].ids
     with pytest.raises(InputError, match="the supervised tokens decode to"):
-        chat.check(replace(row, loss_mask=np.roll(row.loss_mask, -1)), "here")
+        chat.check(
+            replace(row, loss_mask=np.roll(row.loss_mask, -1)), Conversation("here", TALK[1:])
+        )
 
 
 def test_plain_text_is_supervised_but_for_what_the_tokenizer_adds(tmp_path):
@@ -97,7 +99,7 @@ def test_plain_text_is_supervised_but_for_what_the_tokenizer_adds(tmp_path):
         assert made.answers == 0
         assert made.rows[0].ids.tolist()[:1] == [bos] != made.rows[0].ids.tolist()[1:2]
         assert made.rows[0].loss_mask.tolist() == [0] + [1] * (len(made.rows[0].ids) - 1)
-        chat.check(made.rows[0], "here")
+        chat.check(made.rows[0], PlainText("here", text))
     (row,) = chat.training_rows(Conversation("here", TALK)).rows
     assert row.ids.tolist().count(bos) == 1
 
@@ -105,7 +107,7 @@ def test_plain_text_is_supervised_but_for_what_the_tokenizer_adds(tmp_path):
 def test_token_rows_are_taken_as_they_are(chat):
     (row,) = chat.training_rows(TokenRow("here", [5, 6, 7], [0, 1, 1])).rows
     assert (row.ids.tolist(), row.loss_mask.tolist(), row.answers) == ([5, 6, 7], [0, 1, 1], ())
-    chat.check(row, "here")
+    chat.check(row, TokenRow("here", [5, 6, 7], [0, 1, 1]))
     for bad in (chat.length, -1):
         with pytest.raises(RowError, match=module.UNKNOWN_IDS):
             chat.training_rows(TokenRow("here", [5, bad], [1, 1]))

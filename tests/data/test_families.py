@@ -323,7 +323,7 @@ def test_exact_or_refused(family, talk):
     assert rows == literal_rows(family, messages, tools)
     assert len(rows) == expected
     for row in made.rows:
-        chat.check(row, talk)
+        chat.check(row, Conversation(talk, messages, tools))
         bos = family[0].style.bos
         assert bos is None or row.ids.tolist().count(chat.tokenizer.token_to_id(bos)) == 1
 

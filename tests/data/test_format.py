@@ -62,6 +62,9 @@ MARKS = (
 )  # fmt: skip
 
 
+BLOCKS = ("<think>abc</think>x", "<think>\n\n</think>\n\nx", "abc\n</think>\n\nx", "<think> a")
+
+
 def digest(value: Any) -> str:
     text = json.dumps(value, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -105,10 +108,10 @@ def chat_of(folder: Path, entry: Family, source: str) -> ChatTokenizer:
     return ChatTokenizer.load(folder, settings=entry.settings, date="2026-01-02")
 
 
-def made_of(chat: ChatTokenizer, talk: str) -> Any:
+def made_of(chat: ChatTokenizer, conversation: Any) -> Any:
     """[[ids, where the mask changes], ...] of a conversation, or the reason it is refused."""
     try:
-        rows = chat.training_rows(Conversation("here", *TALKS[talk])).rows
+        rows = chat.training_rows(conversation).rows
     except RowError as error:
         return str(error)
     return [
@@ -138,7 +141,9 @@ def found(folder: Path) -> dict[str, dict[str, Any]]:
     for name, entry in TEMPLATES.items():
         source = entry.source or shipped(name)
         chat = chat_of(folder / name, entry, source)
-        outcomes = {talk: made_of(chat, talk) for talk in TALKS}
+        outcomes = {talk: made_of(chat, Conversation("f:1", *TALKS[talk])) for talk in TALKS}
+        for block in BLOCKS:
+            outcomes[block] = made_of(chat, parse_row("f:1", {"prompt": "q", "answer": block}))
         templates[name] = {"template": digest(source), "rows": digest(outcomes)}
         shown |= {f"{name}: {talk}": outcomes[talk] for other, talk in SHOWN if other == name}
     lines = "\n".join(map(json.dumps, ROWS))

@@ -37,7 +37,12 @@ def test_all_spellings_give_the_same_rows(name):
             copy.deepcopy(row),
         ):
             parsed = parse_row("f:1", payload)
+            as_came = [message.pop("written", None) for message in parsed.messages]
             assert (parsed.messages, parsed.tools) == (messages, tools)
+            given = row.get("messages") if name.startswith("inline") else None
+            for text, message, spelled in zip(as_came, messages, given or messages, strict=True):
+                inline = given and "reasoning" in message
+                assert text == (spelled["content"] if inline else None)
             assert parsed.key == parse_row("g:2", {"messages": messages, "tools": tools}).key
 
 
@@ -76,7 +81,7 @@ def test_what_is_reasoning():
     answer = {"role": "assistant"}
     for content, expected in [
         ("<think>r</think>a", ("a", "r")),
-        (" \n<think>\n r \n</think>\n\n  a\n", ("  a\n", "r")),
+        (" \n<think>\n r \n</think>\n\n  a\n", ("  a\n", " r ")),
         ("r\n</think>\n\na", ("a", "r")),
         ("r\r\n</think> \r\na", ("a", "r")),
         ("the </think> tag\n </think>\na", ("a", "the </think> tag")),
@@ -93,8 +98,13 @@ def test_what_is_reasoning():
     ]:
         got = last(user("q"), answer | {"content": content})
         assert (got["content"], got.get("reasoning")) == expected, content
+        assert got.get("written", got["content"]) == content  # kept as it came
     same = {"content": "<think>r</think>a", "reasoning": "r ", "reasoning_content": "r"}
-    assert last(user("q"), answer | same) == assistant("a", reasoning="r")
+    whole = {"written": "<think>r</think>a"}
+    assert last(user("q"), answer | same) == assistant("a", reasoning="r", **whole)
+    # What is in a field of its own is not in the text.
+    empty = {"content": "<think></think>a", "reasoning": "r"}
+    assert last(user("q"), answer | empty) == assistant("a", reasoning="r")
     empty = {"content": "a", "reasoning": "", "thinking": " \n", "reasoning_content": None}
     assert last(user("q"), answer | empty) == assistant("a")
     # Only answers have reasoning.
@@ -222,7 +232,7 @@ def test_pairs():
         assistant("a"),
     ]
     assert pair(prompt=[user("x")], completion="<think>r</think>c") == [
-        user("x"), assistant("c", reasoning="r"),
+        user("x"), assistant("c", reasoning="r", written="<think>r</think>c"),
     ]  # fmt: skip
     assert parse_prompt("f:1", {"prompt": "q"}).messages == [user("q")]
     assert pair(instruction="a", context="b", response="c") == both
@@ -235,9 +245,10 @@ def test_pairs():
 @pytest.mark.parametrize("name", m.REASONING_KEYS)
 def test_reasoning_beside_a_pair_is_that_of_its_answer(name):
     for answer in ("a", [A], "<think>r</think>a", [json.dumps(A)]):
-        row = {"prompt": "q", "completion": answer, name: " r\n", "history": [["x", "y"]]}
+        row = {"prompt": "q", "completion": answer, name: "\nr\n", "history": [["x", "y"]]}
         before, turns = [user("x"), assistant("y")], [Q, assistant("a", reasoning="r")]
-        assert parse_row("f:1", row).messages == before + turns
+        inline = {"written": answer} if "<think>" in answer else {}
+        assert parse_row("f:1", row).messages == [*before, Q, turns[1] | inline]
     two = [assistant("", tool_calls=[CALL]), {"role": "tool", "content": "r"}, A]
     row = parse_row("f:1", {"prompt": "q", "completion": two, name: "r"})
     assert [message.get("reasoning") for message in row.messages] == [None, None, None, "r"]

@@ -38,7 +38,7 @@ def supervised(chat: ChatTokenizer, messages, turns="all") -> list[list[str]]:
     """The decoded supervised runs of every row."""
     made = chat.training_rows(Conversation("here", messages), turns)
     for row in made.rows:
-        chat.check(row, "here")
+        chat.check(row, Conversation("here", messages))
     return [list(row.answers) for row in made.rows]
 
 
@@ -175,7 +175,7 @@ def test_a_token_across_the_edge_of_the_prompt_is_two_tokens_as_the_target_write
     assert row.loss_mask[len(prompt) :].all()
     whole = chat.encode([chat.render(messages)])[0].ids
     assert whole[: len(prompt)] != prompt  # in one text, both newlines are one token
-    chat.check(row, "here")
+    chat.check(row, Conversation("here", messages))
     more = [*messages, *MORE[2:]]  # which is how the next prompt has it
     assert len(chat.training_rows(Conversation("here", more)).rows) == 2
 
@@ -242,7 +242,7 @@ def test_encoding_in_pieces_is_the_literal_definition(chats, name, contents):
     made = [(row.ids.tolist(), row.loss_mask.tolist()) for row in rows]
     assert made == literal(answers, chat)
     for row in rows:
-        chat.check(row, "here")
+        chat.check(row, Conversation("here", messages))
 
 
 @pytest.mark.parametrize(

@@ -264,18 +264,19 @@ def test_turns_are_replayed_with_the_targets_own_answers(server, tmp_path, out, 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_reasoning_is_kept_and_goes_back(server, tmp_path, out, stream):
-    server.extras["a"] = {"reasoning_content": "Because.\n", "reasoning": "Because.\n"}
+    server.extras["a"] = {"reasoning_content": " Because.\n", "reasoning": " Because.\n"}
     server.extras["b"] = {"content": "<think>\nHm.\n</think>\n\nYes."}
     source = write(tmp_path / "in.jsonl", [[user("a"), assistant("x"), user("b")]])
     ask(server, source, out, stream=stream)
     [row] = rows_of(out)
-    assert row["messages"][1] == assistant("re: a", reasoning_content="Because.")
+    assert row["messages"][1] == assistant("re: a", reasoning_content=" Because.")
     assert row["messages"][3] == assistant("<think>\nHm.\n</think>\n\nYes.")
-    assert server.bodies[1]["messages"][1]["reasoning_content"] == "Because."
-    assert server.bodies[1]["messages"][1]["reasoning"] == "Because."
+    assert server.bodies[1]["messages"][1]["reasoning_content"] == " Because."
+    assert server.bodies[1]["messages"][1]["reasoning"] == " Because."
     read = parse_row("x", json.dumps(row))
-    assert read.messages[1] == assistant("re: a", reasoning="Because.")
-    assert read.messages[3] == assistant("Yes.", reasoning="Hm.")
+    assert read.messages[1] == assistant("re: a", reasoning=" Because.")
+    as_came = {"written": "<think>\nHm.\n</think>\n\nYes."}
+    assert read.messages[3] == assistant("Yes.", reasoning="Hm.", **as_came)
 
 
 @pytest.mark.parametrize("stream", [True, False])
