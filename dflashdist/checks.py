@@ -1,7 +1,9 @@
 """Refusing a configuration that cannot work, before anything is loaded."""
 
 import math
+from contextlib import suppress
 from datetime import date
+from fractions import Fraction
 
 from dflashdist.config import (
     AUTO,
@@ -11,6 +13,7 @@ from dflashdist.config import (
     DrafterConfig,
     InputError,
     LossConfig,
+    ScheduleConfig,
     value_of,
 )
 
@@ -24,7 +27,7 @@ def validate(config: Config) -> None:
     positive = [
         "data.max_length", "data.workers",
         "schedule.max_tokens", "schedule.max_anchors",
-        "schedule.num_buckets", "schedule.grid", "schedule.sort_block", "roles.num_targets",
+        "schedule.num_buckets", "schedule.grid", "roles.num_targets",
         "roles.num_drafters", "pipeline.max_unsent", "pipeline.prefetch",
         "pipeline.silence_seconds", "pipeline.stall_seconds", "target.tensor_parallel",
         "drafter.num_layers", "drafter.num_anchors", "drafter.num_features",
@@ -101,11 +104,27 @@ def validate(config: Config) -> None:
     edges = config.schedule.bucket_edges
     if edges is not None and (not edges or sorted(set(edges)) != list(edges) or edges[0] < 1):
         raise InputError(f"schedule.bucket_edges={edges}: must ascend from at least 1")
+    least_share(config.schedule, 1)
     depth = config.pipeline.hidden_state_queue_depth
     if depth != AUTO and not (depth.isdigit() and int(depth) > 0):
         raise InputError(f"pipeline.hidden_state_queue_depth={depth}: a positive number, or auto")
     if config.train.max_steps is not None and config.train.epochs is not None:
         raise InputError("train.max_steps and train.epochs are both set: give one, null the other")
+
+
+def least_share(schedule: ScheduleConfig, window: int) -> Fraction:
+    """What each bucket has of the micro-batches at least, with `window` of them a step.
+
+    With 2 / W every step holds every bucket: W consecutive micro-batches hold a bucket's share of W
+    to within less than 2. Raises InputError.
+    """
+    if schedule.min_share == AUTO:
+        return Fraction(2, window)
+    with suppress(ValueError, ZeroDivisionError):
+        share = Fraction(schedule.min_share)
+        if 0 <= share <= 1:
+            return share
+    raise InputError(f"schedule.min_share={schedule.min_share}: a share from 0 to 1, or auto")
 
 
 def _validate_data(data: DataConfig) -> None:

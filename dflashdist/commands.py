@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dflashdist.checks import needs_last
+from dflashdist.checks import least_share, needs_last
 from dflashdist.config import Config, InputError, known_keys, load_config, queue_depth
 from dflashdist.export import DTYPES as DTYPES  # for cli.py
 from dflashdist.export import FORMATS as FORMATS
@@ -155,6 +155,9 @@ def run_plan(options: argparse.Namespace) -> None:
         num_anchors=drafter.num_anchors,
         block_size=drafter.block_size,
         seed=config.seed,
+        min_share=least_share(
+            config.schedule, roles.num_drafters * config.train.accumulation_steps
+        ),
         store=fingerprint,
     )
     steps = Steps(

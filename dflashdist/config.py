@@ -60,10 +60,12 @@ class ScheduleConfig:
 
     max_tokens: int = 16384  # padded tokens a micro-batch: the target's budget
     max_anchors: int = 3072  # anchors a micro-batch: the drafters' budget
-    num_buckets: int = 8  # 8 for W <= 32, 16 for W >= 64: a step must hold every bucket
+    num_buckets: int = 3  # at most; fewer where min_share leaves room for fewer
+    # Of the micro-batches, what each bucket has at least; auto = 2 / W, which puts every bucket in
+    # every step of W micro-batches.
+    min_share: str = AUTO
     bucket_edges: list[int] | None = None  # ascending inclusive upper ends; null = chosen
-    grid: int = 64  # tokens; edges and widths are multiples of it
-    sort_block: int = 16  # micro-batches of a bucket that are sorted by length together
+    grid: int = 16  # tokens; edges and widths are multiples of it
 
 
 @dataclass

@@ -92,7 +92,7 @@ def tiny_overrides(tiny_target, tiny_store, tmp_path) -> list[str]:
     return [
         f"data.store={tiny_store}", f"target.path={tiny_target}", f"run.dir={tmp_path / 'run'}",
         "data.max_length=200", "schedule.max_tokens=400", "schedule.max_anchors=32",
-        "schedule.num_buckets=4", "schedule.grid=8", "schedule.sort_block=2",
+        "schedule.num_buckets=4", "schedule.min_share=0.1", "schedule.grid=8",
         "drafter.num_layers=2", "drafter.block_size=4", "drafter.num_anchors=8",
         "drafter.target_layer_ids=[1,3]",
         "optim.lr=3e-3", "train.device=cpu", "checkpoint.every=4", "pipeline.trace=true",

@@ -1,21 +1,31 @@
-"""Rows grouped by length: bucket edges, and how many rows of a bucket make a micro-batch.
+"""Rows grouped by length: cells, whose rows trade places, and buckets, which are runs of cells.
 
-Two budgets bound a micro-batch: padded tokens, which is what a target's time goes with, and
-anchors, which is what a drafter's mostly goes with. The edges are those that make the fewest
-micro-batches under both.
+A cell holds rows of nearly equal length and knows how many micro-batches they make. Two budgets
+bound each of those: padded tokens, which is what a target's time goes with, and anchors, which is
+what a drafter's mostly goes with. Both hold in every epoch, whichever rows meet:
+
+- Tokens: all micro-batches of a cell have the same number of rows, or one fewer, and rows times the
+  cell's width is within the budget.
+- Anchors: a cell with c micro-batches sorts its rows by anchors, most first, and cuts them into
+  tiers of c. Each micro-batch takes one row of each tier, any of them, so it never has more anchors
+  than the largest of every tier together. c is the least for which that is within the budget. It
+  also evens them out: two micro-batches of a cell differ by no more than its rows do.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 
 from dflashdist.config import InputError
 
-# The programme is quadratic in the candidates: 4096 take about a second, and reach 262,144 tokens
-# on a grid of 64. Beyond that, candidates lie on a multiple of the grid.
-MAX_CANDIDATES = 4096
-_UNREACHED = 1 << 61  # above every real value, and twice it still fits int64
+# A cell grows until its lengths span a 32nd of the longest (which costs about 1 % of padding, and
+# leaves rows enough to trade places with) and it fills two micro-batches, so that there is another
+# one to trade with.
+SPAN = 32
+MIN_FILL = 2
 
 
 @dataclass(frozen=True)
@@ -26,16 +36,24 @@ class Budget:
     max_anchors: int
     grid: int
 
-    def rows(self, edge: np.ndarray, num_rows: np.ndarray, num_anchors: np.ndarray) -> np.ndarray:
-        """Rows a micro-batch, at most, of buckets with these edges and contents (int64, broadcast).
+    def width(self, length: np.ndarray) -> np.ndarray:
+        """What rows of up to `length` tokens are padded to: the grid's next multiple, within the
+        budget; elementwise."""
+        return np.minimum(-(-length // self.grid) * self.grid, self.max_tokens)
 
-        max(1, min(floor(T / edge), floor(A / mean anchors))), the mean kept as a ratio of integers.
-        """
-        by_tokens = self.max_tokens // edge
-        by_anchors = self.max_anchors * num_rows // np.maximum(num_anchors, 1)
-        return np.maximum(
-            1, np.where(num_anchors > 0, np.minimum(by_tokens, by_anchors), by_tokens)
-        )
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """The rows in cells, shortest first; int64 arrays.
+
+    Of each cell [C]: its number of rows, of micro-batches, and its width in tokens. rows [N]: row
+    numbers by cell, then tier, that is by anchors.
+    """
+
+    rows: np.ndarray
+    num_rows: np.ndarray
+    num_micro_batches: np.ndarray
+    width: np.ndarray
 
 
 def row_anchors(supervised: np.ndarray, num_anchors: int) -> np.ndarray:
@@ -46,60 +64,110 @@ def row_anchors(supervised: np.ndarray, num_anchors: int) -> np.ndarray:
     return np.clip(supervised.astype(np.int64) - 1, 0, num_anchors)
 
 
-def round_up(tokens: np.ndarray, grid: int) -> np.ndarray:
-    """The least multiple of `grid` that is no less, elementwise."""
-    return -(-tokens // grid) * grid
+def lay_cells(
+    lengths: np.ndarray, anchors: np.ndarray, budget: Budget, edges: Sequence[int] = ()
+) -> Cells:
+    """The cells of all rows; none lies on both sides of one of `edges`.
 
-
-def choose_edges(
-    lengths: np.ndarray, anchors: np.ndarray, num_buckets: int, budget: Budget
-) -> tuple[int, ...]:
-    """The edges of at most `num_buckets` buckets that make the fewest micro-batches.
-
-    lengths, anchors: int64 [N], tokens and anchors of each row. Returns ascending inclusive upper
-    ends in tokens, multiples of the grid, each with a row in its bucket; among the best, those with
-    the least padding to the edge. Fewer edges than asked where the rows have fewer distinct lengths
-    on the grid. Exact dynamic programme over the candidates; O(num_buckets x candidates^2) steps,
-    vectorised, and memory linear in the candidates.
+    lengths, anchors: int64 [N], tokens and anchors of each row, each within the budget.
     """
-    grid = budget.grid
-    stride = -(-int(lengths.max()) // (grid * MAX_CANDIDATES))
-    units = -(-lengths // (grid * stride))
-    counts = np.bincount(units)
-    present = np.flatnonzero(counts)
-    edges = present * (grid * stride)
-    edges[-1] = round_up(lengths.max(), grid)
-    rows_below = np.concatenate([[0], np.cumsum(counts[present])])
-    # Float weights, exact: the sums stay far below 2^53.
-    weights = np.bincount(units, weights=anchors)[present].astype(np.int64)
-    anchors_below = np.concatenate([[0], np.cumsum(weights)])
+    units = -(-lengths // budget.grid)
+    order = units.argsort(kind="stable")
+    present, first = np.unique(units[order], return_index=True)
+    bounds = np.append(first, len(lengths))  # rows of units below each
+    width = budget.width(present * budget.grid)
+    # What each unit fills of a micro-batch, by the budget that is the tighter one for it, in parts
+    # of max_tokens x max_anchors. Python's integers: they cannot overflow.
+    padded = (np.diff(bounds) * width).tolist()
+    dealt = np.add.reduceat(anchors[order], first).tolist()
+    fill = [
+        max(tokens * budget.max_anchors, count * budget.max_tokens)
+        for tokens, count in zip(padded, dealt, strict=True)
+    ]
+    enough = MIN_FILL * budget.max_tokens * budget.max_anchors
+    ends = {*np.searchsorted(width, edges, "right").tolist(), len(width)} - {0}
+    stops = _cell_stops(present.tolist(), fill, enough, sorted(ends))
 
-    # One integer orders by micro-batches, then by padded tokens in units of the stride.
-    scale = len(lengths) * int(present[-1]) + 1
-    if (len(lengths) + 1) * scale >= _UNREACHED:
-        raise InputError(f"schedule.grid={grid}: too fine for {len(lengths)} rows; raise it")
-    size = len(present)
-    depth = min(num_buckets, size)
-    best = np.full((depth + 1, size + 1), _UNREACHED, dtype=np.int64)
+    rows, counts = [], []
+    for begin, end in pairwise([0, *stops]):
+        inside = order[bounds[begin] : bounds[end]]
+        inside = inside[(-anchors[inside]).argsort(kind="stable")]
+        rows.append(inside)
+        counts.append(_num_micro_batches(anchors[inside], int(width[end - 1]), budget))
+    num_rows = np.diff(bounds[[0, *stops]])
+    last = np.array(stops) - 1
+    return Cells(np.concatenate(rows), num_rows, np.array(counts, dtype=np.int64), width[last])
+
+
+def _cell_stops(units: list[int], fill: list[int], enough: int, ends: list[int]) -> list[int]:
+    """Indices behind the last unit of each cell; `ends` are indices where one has to end."""
+    stops: list[int] = []
+    begin = 0
+    for end in ends:
+        first_cell, filled = len(stops), 0
+        for index in range(begin, end):
+            filled += fill[index]
+            span = units[index] - units[begin] + 1
+            if filled >= enough and span * SPAN >= units[index]:
+                stops.append(index + 1)
+                begin, filled = index + 1, 0
+        if begin < end:  # too few are left: they join the cell before
+            if len(stops) > first_cell:
+                stops.pop()
+            stops.append(end)
+        begin = end
+    return stops
+
+
+def _num_micro_batches(anchors: np.ndarray, width: int, budget: Budget) -> int:
+    """The fewest micro-batches for a cell's rows, given in descending number of anchors."""
+    rows = budget.max_tokens // width
+    low = max(-(-len(anchors) // rows), -(-int(anchors.sum()) // budget.max_anchors), 1)
+    high = len(anchors)
+    while low < high:
+        count = (low + high) // 2
+        if anchors[::count].sum() <= budget.max_anchors:  # of each tier the first, which is largest
+            high = count
+        else:
+            low = count + 1
+    return low
+
+
+def choose_edges(cells: Cells, num_buckets: int, min_share: Fraction) -> tuple[int, ...]:
+    """The edges of at most `num_buckets` buckets, each with its share of the micro-batches.
+
+    Returns ascending inclusive upper ends in tokens, each the width of a cell. Among all runs of
+    cells that hold at least `min_share` of the micro-batches each, those with the least padding to
+    the edge; fewer buckets where that share leaves room for fewer, down to one. Exact dynamic
+    programme, O(num_buckets x cells^2), vectorised.
+    """
+    size = len(cells.width)
+    rows_below = np.concatenate([[0], np.cumsum(cells.num_rows)])
+    batches_below = np.concatenate([[0], np.cumsum(cells.num_micro_batches)])
+    least = -(-min_share.numerator * int(batches_below[-1]) // min_share.denominator)
+    unreached = 2 * int(rows_below[-1] * cells.width[-1]) + 1
+    depth = max(1, min(num_buckets, size))
+    best = np.full((depth + 1, size + 1), unreached, dtype=np.int64)
     best[0, 0] = 0
     came_from = np.zeros((depth + 1, size + 1), dtype=np.int64)
     for end in range(1, size + 1):
-        num_rows = rows_below[end] - rows_below[:end]
-        rows = budget.rows(edges[end - 1], num_rows, anchors_below[end] - anchors_below[:end])
-        cost = -(-num_rows // rows) * scale + num_rows * present[end - 1]
-        through = best[:-1, :end] + cost
+        padded = (rows_below[end] - rows_below[:end]) * cells.width[end - 1]
+        enough = batches_below[end] - batches_below[:end] >= least
+        through = best[:-1, :end] + np.where(enough, padded, unreached)
         came_from[1:, end] = through.argmin(axis=1)
-        best[1:, end] = np.minimum(through.min(axis=1), _UNREACHED)
+        best[1:, end] = np.minimum(through.min(axis=1), unreached)
 
     bucket, end = int(best[:, size].argmin()), size
+    if best[bucket, size] == unreached:  # a share above 1: one bucket
+        return (int(cells.width[-1]),)
     chosen: list[int] = []
     while bucket:
-        chosen.append(int(edges[end - 1]))
+        chosen.append(int(cells.width[end - 1]))
         bucket, end = bucket - 1, int(came_from[bucket, end])
     return tuple(reversed(chosen))
 
 
-def given_edges(lengths: np.ndarray, edges: Sequence[int], grid: int) -> tuple[int, ...]:
+def given_edges(lengths: np.ndarray, edges: Sequence[int], budget: Budget) -> tuple[int, ...]:
     """A user's edges rounded up to the grid, without those whose bucket no row falls in.
 
     Raises InputError when the last edge is below the longest row.
@@ -110,6 +178,6 @@ def given_edges(lengths: np.ndarray, edges: Sequence[int], grid: int) -> tuple[i
             f"schedule.bucket_edges: the last edge, {edges[-1]}, is below the longest row, "
             f"{longest} tokens; add an edge of at least {longest} or lower data.max_length"
         )
-    rounded = np.unique(round_up(np.asarray(edges, dtype=np.int64), grid))
+    rounded = np.unique(budget.width(np.asarray(edges, dtype=np.int64)))
     used = np.unique(np.searchsorted(rounded, lengths))
     return tuple(int(edge) for edge in rounded[used])

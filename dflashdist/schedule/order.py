@@ -1,4 +1,6 @@
-"""The order of buckets in an epoch: every prefix holds each bucket's share to within one.
+"""The order of an epoch: of buckets, and of the micro-batches inside a bucket.
+
+Buckets: every prefix holds each bucket's share to within one.
 
 With B_k micro-batches of bucket k, N in all, K buckets and q = 2K - 2, the bound
 
@@ -19,6 +21,11 @@ buckets at most b-a+1, as many as the positions. That is Hall's condition for in
 
 At an epoch's end the deviation is 0, so epochs follow each other without loss. Sorting by midpoints
 (j + 1/2) / p has no such bound: many small buckets share their midpoints and pile up.
+
+Inside a bucket: the j-th micro-batch is the one whose rank by length is the rank of the fractional
+part of u + j / golden ratio. Any stretch of it visits all lengths of the bucket evenly: of the
+sequences of this kind it has the smallest discrepancy for all numbers of points at once, where a
+shuffle has that of chance.
 """
 
 from collections.abc import Sequence
@@ -61,6 +68,21 @@ def interleave(counts: Sequence[int], ties: Sequence[int]) -> list[int]:
             released += 1
         order.append(live[heappop(ready) % size])
     return order
+
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: a step through all residues
+
+
+def spread(count: int, start: int, first: int) -> np.ndarray:
+    """A permutation of range(count) whose every stretch lies evenly in it, int64 [count].
+
+    start: a word of 64 bits that shifts it; first: how many of the sequence came before, so that it
+    goes on where an epoch has ended. Integers modulo 2^64: every machine gives the same.
+    """
+    begin = (start + first * GOLDEN) % (1 << 64)
+    with np.errstate(over="ignore"):
+        keys = np.uint64(begin) + np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN)
+    return keys.argsort(kind="stable").argsort(kind="stable")
 
 
 def deviation_bound(num_buckets: int) -> Fraction:

@@ -5,8 +5,11 @@ What holds, for every seq (a micro-batch's number, from 0, across epochs):
 1. A micro-batch is a pure function of the rows' lengths and supervised counts, the schedule's
    configuration, the anchors a row, the block size, the seed and its seq. Not of drafters,
    accumulation, targets, threads, processes or what was asked before.
-2. Each epoch holds every row once, and its buckets in the order of `order.interleave`.
-3. A step is W = drafters x accumulation consecutive seqs. Its slots are a permutation of them.
+2. Each epoch holds every row once, its buckets in the order of `order.interleave`, and the
+   micro-batches of a bucket, shortest to longest, in that of `order.spread`.
+3. Both budgets hold for every micro-batch: `buckets` says why. How many rows each has is the same
+   in all epochs; which ones changes with each.
+4. A step is W = drafters x accumulation consecutive seqs. Its slots are a permutation of them.
 
 Random order comes from sorting raw words of the counter-based generator Philox, whose stream numpy
 guarantees; the methods of numpy's Generator may change between versions.
@@ -14,19 +17,29 @@ guarantees; the methods of numpy's Generator may change between versions.
 
 import hashlib
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from threading import Lock
 
 import numpy as np
 
 from dflashdist.config import InputError, ScheduleConfig
-from dflashdist.schedule.buckets import Budget, choose_edges, given_edges, round_up, row_anchors
-from dflashdist.schedule.order import interleave
+from dflashdist.schedule.buckets import (
+    Budget,
+    Cells,
+    choose_edges,
+    given_edges,
+    lay_cells,
+    row_anchors,
+)
+from dflashdist.schedule.order import interleave, spread
 from dflashdist.schedule.steps import share_out
 
-ALGORITHM = 1  # raise it with any change that gives other micro-batches or slots for the same input
+ALGORITHM = 2  # raise it with any change that gives other micro-batches or slots for the same input
+MAX_MEASURED_STEPS = 2000  # more steps add little to what is said of an epoch
 CACHED_EPOCHS = 3  # the one in use, the next one that is dispatched ahead, and one to spare
-_ROWS, _MICRO_BATCHES, _TIES = 1, 2, 3  # what random words are for
+_WORD_BITS = np.uint64(32)
+_ROWS, _STARTS, _TIES = 1, 2, 3  # what random words are for
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,7 +49,7 @@ class MicroBatch:
     seq: int
     epoch: int
     bucket: int
-    rows: np.ndarray  # int64 [B], row numbers of the store, ascending in length
+    rows: np.ndarray  # int64 [B], row numbers of the store
     width: int  # tokens each row is padded to: the longest, rounded up to the grid
     num_tokens: int  # real tokens
     num_anchors: int
@@ -47,9 +60,9 @@ class MicroBatch:
 class Epoch:
     """One epoch's micro-batches in stream order, as read-only int64 arrays [N]."""
 
-    rows: np.ndarray  # [num_rows], every row once; a micro-batch's rows are adjacent
-    start: np.ndarray  # micro-batch n is rows[start[n]:stop[n]]
-    stop: np.ndarray
+    rows: np.ndarray  # [num_rows], every row once
+    bounds: np.ndarray  # [N + 1], micro-batch n is rows[bounds[n]:bounds[n + 1]]
+    num_rows: np.ndarray
     bucket: np.ndarray
     width: np.ndarray
     padded_tokens: np.ndarray  # rows x width
@@ -61,9 +74,11 @@ class Epoch:
 class Plan:
     """The stream of micro-batches. Thread safe; epochs are laid out when first asked for.
 
-    lengths, supervised: integers [N], tokens and supervised tokens a row. store: the fingerprint of
-    the token store, if there is one; it changes the plan's fingerprint, never its order. Raises
-    InputError when there is no row, or one longer than a micro-batch may be.
+    lengths, supervised: integers [N], tokens and supervised tokens a row. min_share: of the
+    micro-batches, what each bucket has at least, where `schedule` gives no edges. store: the
+    fingerprint of the token store, if there is one; it changes the plan's fingerprint, never its
+    order. Raises InputError when there is no row, or one longer than a micro-batch may be, or with
+    more anchors than one may have.
     """
 
     def __init__(
@@ -75,34 +90,35 @@ class Plan:
         num_anchors: int,
         block_size: int,
         seed: int,
+        min_share: Fraction = Fraction(0),
         store: str = "",
     ) -> None:
-        self._lengths = np.asarray(lengths).astype(np.int64)
-        supervised = np.asarray(supervised)
-        self._anchors = row_anchors(supervised, num_anchors)
-        self._check(supervised, schedule)
-        self.num_rows = len(self._lengths)
+        self.lengths = np.asarray(lengths).astype(np.int64)
+        self.supervised = np.asarray(supervised).astype(np.int64)
+        self._anchors = row_anchors(self.supervised, num_anchors)
+        self._check(schedule, num_anchors)
+        self.num_rows = len(self.lengths)
         self.seed = seed
         self.block_size = block_size
-        self.grid = schedule.grid
-        self.sort_block = schedule.sort_block
-        budget = Budget(schedule.max_tokens, schedule.max_anchors, schedule.grid)
+        self._budget = Budget(schedule.max_tokens, schedule.max_anchors, schedule.grid)
         if schedule.bucket_edges is not None:
-            self.edges = given_edges(self._lengths, schedule.bucket_edges, schedule.grid)
+            self.edges = given_edges(self.lengths, schedule.bucket_edges, self._budget)
+            cells = lay_cells(self.lengths, self._anchors, self._budget, self.edges)
         else:
-            self.edges = choose_edges(self._lengths, self._anchors, schedule.num_buckets, budget)
+            cells = lay_cells(self.lengths, self._anchors, self._budget)
+            self.edges = choose_edges(cells, schedule.num_buckets, min_share)
         self.num_buckets = len(self.edges)
-        self._fill_buckets(budget)
+        self._fill_buckets(cells)
         self.fingerprint_parts: dict[str, str | int] = {
             "algorithm": ALGORITHM,
             "num_rows": self.num_rows,
-            "lengths": _digest(self._lengths),
-            "supervised": _digest(supervised),
+            "lengths": _digest(self.lengths),
+            "supervised": _digest(self.supervised),
             "bucket_edges": " ".join(map(str, self.edges)),
             "max_tokens": schedule.max_tokens,
             "max_anchors": schedule.max_anchors,
             "grid": schedule.grid,
-            "sort_block": schedule.sort_block,
+            "min_share": str(min_share),
             "num_anchors": num_anchors,
             "block_size": block_size,
             "seed": seed,
@@ -113,8 +129,8 @@ class Plan:
         self._lock = Lock()
         self._epochs = lru_cache(maxsize=CACHED_EPOCHS)(self._lay_out)
 
-    def _check(self, supervised: np.ndarray, schedule: ScheduleConfig) -> None:
-        lengths = self._lengths
+    def _check(self, schedule: ScheduleConfig, num_anchors: int) -> None:
+        lengths, supervised = self.lengths, self.supervised
         assert lengths.ndim == 1 and lengths.shape == supervised.shape, supervised.shape
         if len(lengths) == 0:
             raise InputError(
@@ -129,27 +145,32 @@ class Plan:
                 f"schedule.max_tokens={schedule.max_tokens}: row {int(lengths.argmax())} has "
                 f"{int(lengths.max())} tokens; raise it, or lower data.max_length and prepare again"
             )
+        if self._anchors.max() > schedule.max_anchors:
+            raise InputError(
+                f"schedule.max_anchors={schedule.max_anchors}: row {int(self._anchors.argmax())} "
+                f"has {int(self._anchors.max())}; raise it, or lower drafter.num_anchors"
+                f"={num_anchors}"
+            )
 
-    def _fill_buckets(self, budget: Budget) -> None:
-        """Split each bucket evenly: as few micro-batches as fit, sizes differing by one at most."""
-        self._bucket = np.searchsorted(self.edges, self._lengths).astype(np.uint16)
-        rows = np.bincount(self._bucket, minlength=self.num_buckets)
-        anchors = np.bincount(self._bucket, self._anchors, self.num_buckets).astype(np.int64)
-        capacity = budget.rows(np.asarray(self.edges), rows, anchors)
-        batches = -(-rows // capacity)
-        self.rows_per_bucket = tuple(rows.tolist())
-        self.micro_batches_per_bucket = tuple(batches.tolist())
+    def _fill_buckets(self, cells: Cells) -> None:
+        """What is the same in all epochs: how many rows each micro-batch takes, and from where."""
+        rows_of, batches_of = cells.num_rows, cells.num_micro_batches
+        bucket = np.searchsorted(self.edges, cells.width)
+        self.rows_per_bucket = _sums(bucket, rows_of, self.num_buckets)
+        self.micro_batches_per_bucket = _sums(bucket, batches_of, self.num_buckets)
         self.micro_batches_per_epoch = sum(self.micro_batches_per_bucket)
-        # Of each micro-batch, by bucket: where it begins among the rows, and its sorting block.
-        bounds, blocks, first_row, first_block = [], [], 0, 0
-        for num_rows, num in zip(self.rows_per_bucket, self.micro_batches_per_bucket, strict=True):
-            index = np.arange(num, dtype=np.int64)
-            bounds.append(first_row + index * num_rows // num)
-            blocks.append(first_block + index // self.sort_block)
-            first_row += num_rows
-            first_block = int(blocks[-1][-1]) + 1
-        self._bounds = np.append(np.concatenate(bounds), self.num_rows)
-        self._blocks = np.concatenate(blocks)
+        # Row i of a cell with c micro-batches is in tier i // c, at place i % c in it: the place
+        # says which micro-batch takes it, the tier which of that one's rows it becomes.
+        first_row = np.repeat(np.cumsum(rows_of) - rows_of, rows_of)
+        counts = np.repeat(batches_of, rows_of)
+        index = np.arange(self.num_rows) - first_row
+        taker = np.repeat(np.cumsum(batches_of) - batches_of, rows_of) + index % counts
+        sizes = np.bincount(taker)
+        self._bounds = np.concatenate([[0], np.cumsum(sizes)])
+        self._target = self._bounds[taker] + index // counts
+        tier = first_row + index // counts * counts  # ascending, one value a tier
+        self._tier = tier.astype(np.uint64) << _WORD_BITS  # a random word's upper half goes below
+        self._rows = cells.rows
 
     def epoch(self, number: int) -> Epoch:
         """One epoch's micro-batches; the last few asked for are kept."""
@@ -165,7 +186,7 @@ class Plan:
             seq=seq,
             epoch=number,
             bucket=int(epoch.bucket[n]),
-            rows=epoch.rows[epoch.start[n] : epoch.stop[n]],
+            rows=epoch.rows[epoch.bounds[n] : epoch.bounds[n + 1]],
             width=int(epoch.width[n]),
             num_tokens=int(epoch.num_tokens[n]),
             num_anchors=int(epoch.num_anchors[n]),
@@ -182,6 +203,18 @@ class Plan:
             seq += len(parts[-1])
         return np.concatenate(parts)
 
+    def rows(self, seqs: range) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of consecutive micro-batches, and the seq of each row, int64 [M] both."""
+        rows: list[np.ndarray] = []
+        seq = seqs.start
+        while seq < seqs.stop:
+            number, n = divmod(seq, self.micro_batches_per_epoch)
+            stop = min(n + seqs.stop - seq, self.micro_batches_per_epoch)
+            epoch = self.epoch(number)
+            rows.append(epoch.rows[epoch.bounds[n] : epoch.bounds[stop]])
+            seq += stop - n
+        return np.concatenate(rows), np.repeat(np.asarray(seqs), self.column("num_rows", seqs))
+
     def _words(self, epoch: int, purpose: int, count: int) -> np.ndarray:
         """Random uint64 [count] of (seed, epoch, purpose)."""
         key = np.array([self.seed % (1 << 64), epoch], dtype=np.uint64)
@@ -189,42 +222,50 @@ class Plan:
         return np.random.Philox(key=key, counter=counter).random_raw(count)
 
     def _lay_out(self, number: int) -> Epoch:
-        """Shuffle rows, sort blocks by length, cut, shuffle inside blocks, interleave buckets."""
-        rows = self._words(number, _ROWS, self.num_rows).argsort(kind="stable")
-        rows = rows[self._bucket[rows].argsort(kind="stable")]  # by bucket, random within
-        sizes = np.diff(self._bounds)
-        by_length = np.repeat(self._blocks, sizes) * (self.edges[-1] + 1) + self._lengths[rows]
-        rows = rows[by_length.argsort(kind="stable")]  # by block, then length
-
-        begins = self._bounds[:-1]
-        lengths = self._lengths[rows]
-        width = round_up(np.maximum.reduceat(lengths, begins), self.grid)
-        padded = sizes * width
-        tokens = np.add.reduceat(lengths, begins)
-        anchors = np.add.reduceat(self._anchors[rows], begins)
-        cost = 5 * anchors * self.block_size + padded
-
+        """Shuffle the rows of each tier, order each bucket, interleave buckets, deal out rows."""
         words = self._words(number, _TIES, self.num_buckets)
         ties = words.argsort(kind="stable").tolist()
-        bucket = np.array(interleave(self.micro_batches_per_bucket, ties), dtype=np.uint16)
-        words = self._words(number, _MICRO_BATCHES, len(sizes))
-        shuffled = np.lexsort((words, self._blocks))  # still by bucket
-        picked = np.empty_like(shuffled)
-        picked[bucket.argsort(kind="stable")] = shuffled  # position in the stream -> micro-batch
+        bucket = np.array(interleave(self.micro_batches_per_bucket, ties), dtype=np.int64)
+        starts = self._words(0, _STARTS, self.num_buckets).tolist()
+        picked = np.empty_like(bucket)  # position in the stream -> micro-batch, shortest first
+        first = 0
+        for k, count in enumerate(self.micro_batches_per_bucket):
+            picked[bucket == k] = first + spread(count, starts[k], number * count)
+            first += count
+
+        words = self._words(number, _ROWS, self.num_rows)
+        rows = np.empty_like(self._rows)
+        rows[self._target] = self._rows[(self._tier | words >> _WORD_BITS).argsort(kind="stable")]
+        num_rows = np.diff(self._bounds)[picked]
+        bounds = np.concatenate([[0], np.cumsum(num_rows)])
+        begins = bounds[:-1]
+        moved = np.repeat(self._bounds[picked] - begins, num_rows)
+        rows = rows[np.arange(self.num_rows) + moved]
+
+        lengths = self.lengths[rows]
+        width = self._budget.width(np.maximum.reduceat(lengths, begins))
+        num_anchors = np.add.reduceat(self._anchors[rows], begins)
+        padded = num_rows * width
         epoch = Epoch(
             rows=rows,
-            start=begins[picked],
-            stop=self._bounds[1:][picked],
-            bucket=bucket.astype(np.int64),
-            width=width[picked],
-            padded_tokens=padded[picked],
-            num_tokens=tokens[picked],
-            num_anchors=anchors[picked],
-            cost=cost[picked],
+            bounds=bounds,
+            num_rows=num_rows,
+            bucket=bucket,
+            width=width,
+            padded_tokens=padded,
+            num_tokens=np.add.reduceat(lengths, begins),
+            num_anchors=num_anchors,
+            cost=5 * num_anchors * self.block_size + padded,
         )
         for array in vars(epoch).values():
             array.flags.writeable = False
         return epoch
+
+
+def _sums(index: np.ndarray, values: np.ndarray, size: int) -> tuple[int, ...]:
+    totals = np.zeros(size, dtype=np.int64)
+    np.add.at(totals, index, values)
+    return tuple(totals.tolist())
 
 
 def _digest(values: np.ndarray) -> str:
@@ -264,6 +305,8 @@ class Steps:
             )
             raise InputError(f"{given}: trains on nothing; raise it")
         self.num_steps = -(-self.end // self.window)
+        in_epoch = max(1, plan.micro_batches_per_epoch // self.window)
+        self.num_measured = min(self.num_steps, in_epoch, MAX_MEASURED_STEPS)  # for reports
         self._slots = lru_cache(maxsize=16)(self._assign)
 
     def step_of(self, seq: int) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from dflashdist.config import InputError
+from dflashdist.schedule.mix import step_mix
 from dflashdist.schedule.order import deviation_bound, max_gaps, share_deviation
 from dflashdist.schedule.plan import Epoch, Plan, Steps
 
 MESSAGE_HEADER_BYTES = 64  # beside a micro-batch's hidden states
-MAX_MEASURED_STEPS = 2000
 
 
 def read_lengths(path: str | Path, max_length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -79,7 +79,6 @@ def plan_report(
     epoch = plan.epoch(0)
     padded, real = int(epoch.padded_tokens.sum()), int(epoch.num_tokens.sum())
     deviation = share_deviation(epoch.bucket, plan.micro_batches_per_bucket)
-    num_rows = epoch.stop - epoch.start
     return {
         "num_rows": plan.num_rows,
         "num_buckets": plan.num_buckets,
@@ -93,7 +92,7 @@ def plan_report(
         "padding_efficiency": real / padded,
         "num_anchors": int(epoch.num_anchors.sum()),
         "max_micro_batch": {
-            "rows": int(num_rows.max()),
+            "rows": int(epoch.num_rows.max()),
             "padded_tokens": int(epoch.padded_tokens.max()),
             "num_tokens": int(epoch.num_tokens.max()),
             "num_anchors": int(epoch.num_anchors.max()),
@@ -106,6 +105,7 @@ def plan_report(
         "steps": steps.num_steps,
         "epochs": steps.end / plan.micro_batches_per_epoch,
         **_balance(steps),
+        **step_mix(steps),
         **_memory(epoch, queue_depth, num_features, hidden_size, bytes_per_value),
         "fingerprint": plan.fingerprint,
     }
@@ -119,8 +119,7 @@ def _balance(steps: Steps) -> dict[str, Any]:
     micro-batch's cost without its padding.
     """
     plan = steps.plan
-    in_epoch = max(1, plan.micro_batches_per_epoch // steps.window)
-    measured = min(steps.num_steps, in_epoch, MAX_MEASURED_STEPS)
+    measured = steps.num_measured
     imbalance, slowest, real_work = 0.0, 0, 0
     for step in range(measured):
         seqs = steps.seqs(step)
@@ -205,10 +204,22 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("step imbalance", f"{report['step_imbalance']:.4f} max/mean cost of a drafter"),
         ("wasted", f"{report['wasted_fraction']:.2%} of the drafters' time, padding and waiting"),
+        ("mix of a step", _mix(report)),
         ("message", message),
         ("queue", queue),
         ("fingerprint", report["fingerprint"]),
     ]
+
+
+def _mix(report: dict[str, Any]) -> str:
+    mix, ratio = report["step_mix"], report["step_mix_vs_shuffle"]
+    if ratio is None:
+        return "nothing to compare: lengths all alike, or steps of whole epochs"
+    return (
+        f"{mix['mean']:.1%} off the corpus' lengths, {mix['worst']:.1%} at worst, "
+        f"{mix['last_tenth']:.1%} at the end;\n{'':<27}{ratio:.2f} x what a plain shuffle of "
+        f"rows gives ({mix['shuffle_mean']:.1%}, at worst {mix['shuffle_worst']:.1%})"
+    )
 
 
 def _size(num_bytes: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import dflashdist
-from dflashdist.checks import needs_last
+from dflashdist.checks import least_share, needs_last
 from dflashdist.cluster.roles import Roles, assign_roles
 from dflashdist.cluster.transport import MessageSpec
 from dflashdist.cluster.world import Place
@@ -79,6 +79,9 @@ class Blueprint:
             num_anchors=config.drafter.num_anchors,
             block_size=config.drafter.block_size,
             seed=config.seed,
+            min_share=least_share(
+                config.schedule, self.roles.num_drafters * config.train.accumulation_steps
+            ),
             store=self.store.fingerprint,
         )
         self.steps = Steps(

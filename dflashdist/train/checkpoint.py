@@ -176,8 +176,9 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
 def check_facts(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> None:
     """Refuse to continue what would not be the same run: another plan, data, window, drafter,
     optimizer or objective. Raises InputError."""
-    if saved["store_fingerprint"] == now["store_fingerprint"]:
-        _check_plan(saved, now, checkpoint)  # names what differs; another store has another plan
+    # Another store or window has another plan, and says more.
+    if all(saved[name] == now[name] for name in ("store_fingerprint", "window")):
+        _check_plan(saved, now, checkpoint)
     for name, fix in SAME.items():
         if saved[name] != now[name]:
             before, after = differing(saved[name], now[name])

@@ -68,10 +68,11 @@ def open_held_out(config: Config, store: TokenStore, plan: Plan) -> tuple[TokenS
             "schedule.max_tokens; prepare it again with the training rows' length"
         )
     edges = [*plan.edges, longest] if longest > plan.edges[-1] else [*plan.edges]
+    most = max(config.schedule.max_anchors, int(supervised.max()))  # of one row
     rounds = Plan(
         lengths,
         supervised,
-        replace(config.schedule, bucket_edges=edges),
+        replace(config.schedule, bucket_edges=edges, max_anchors=most),
         num_anchors=longest,  # a block may start at any token of an answer
         block_size=config.drafter.block_size,
         seed=0,

@@ -13,7 +13,7 @@ def overrides(tiny_target, tiny_store) -> list[str]:
     return [
         f"data.store={tiny_store}", f"target.path={tiny_target}", "data.max_length=200",
         "schedule.max_tokens=400", "schedule.max_anchors=32", "schedule.num_buckets=4",
-        "schedule.grid=8", "schedule.sort_block=2", "drafter.num_layers=2", "drafter.block_size=4",
+        "schedule.grid=8", "drafter.num_layers=2", "drafter.block_size=4",
         "drafter.num_anchors=8", "drafter.target_layer_ids=[1,3]", "optim.lr=3e-2",
         "train.device=cpu", "train.accumulation_steps=2", "roles.layout=colocated",
     ]  # fmt: skip

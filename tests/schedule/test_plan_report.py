@@ -95,8 +95,8 @@ def test_one_micro_batch_and_a_step_of_many_epochs():
     report = plan_report(plan, steps, queue_depth=12, **MEMORY)
     assert report["max_share_deviation"] == report["share_deviation_bound"] == 0
     assert report["step_imbalance"] == 1 and report["max_gap"] == [1]
-    # one row of 5 tokens, 4 anchors of 4, padded to 64: the work is 80 + 5 of 80 + 64
-    assert report["wasted_fraction"] == pytest.approx(1 - 85 / 144)
+    # one row of 5 tokens, 4 anchors of 4, padded to 16: the work is 80 + 5 of 80 + 16
+    assert report["wasted_fraction"] == pytest.approx(1 - 85 / 96)
     assert report["queue_bytes"] == 12 * (5 * 5 * 32 * 2 + 64)
 
 

@@ -24,7 +24,7 @@ def even_plan():
     """Eight buckets of 40 micro-batches each, one row a micro-batch, costs apart."""
     lengths = np.repeat(np.arange(1, 9) * 100, 40)
     schedule = ScheduleConfig(max_tokens=800, max_anchors=1, num_buckets=8, grid=100)
-    plan = Plan(lengths, lengths, schedule, num_anchors=512, block_size=16, seed=0)
+    plan = Plan(lengths, lengths, schedule, num_anchors=1, block_size=16, seed=0)
     assert plan.micro_batches_per_bucket == (40,) * 8
     return plan
 
@@ -61,7 +61,7 @@ def test_last_step_of_whole_epochs_may_be_partial(plan):
 
 def test_partial_step_may_leave_drafters_out():
     lengths = np.full(5, 10)
-    schedule = ScheduleConfig(max_tokens=64, sort_block=1)
+    schedule = ScheduleConfig(max_tokens=16)
     plan = Plan(lengths, lengths, schedule, num_anchors=4, block_size=4, seed=0)
     steps = Steps(plan, num_drafters=8, accumulation=2, epochs=1)
     assert steps.num_steps == 1
@@ -79,7 +79,7 @@ def test_slots_balance_cost(plan):
         planned += max(loads) / np.mean(loads)
         plain += costs.reshape(8, 4).sum(axis=1).max() / costs.reshape(8, 4).sum(axis=1).mean()
     planned, plain = planned / (steps.num_steps - 1), plain / (steps.num_steps - 1)
-    assert planned < 1.02 < 1.3 < plain  # measured 1.015 and 1.356; without swaps 1.035
+    assert planned < 1.02 < 1.2 < plain  # measured 1.004 and 1.236
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -98,7 +98,7 @@ def test_labels_turn_when_the_order_repeats_every_few_steps():
     """16 buckets of equal counts and 8 drafters: a bucket stands in every second step."""
     lengths = np.repeat(np.arange(1, 17) * 100, 16)
     schedule = ScheduleConfig(max_tokens=1600, max_anchors=1, num_buckets=16, grid=100)
-    plan = Plan(lengths, lengths, schedule, num_anchors=512, block_size=16, seed=0)
+    plan = Plan(lengths, lengths, schedule, num_anchors=1, block_size=16, seed=0)
     steps = Steps(plan, num_drafters=8, accumulation=1, epochs=1)
     plain, turned = [set() for _ in range(8)], [set() for _ in range(8)]
     for step in range(steps.num_steps):

@@ -109,7 +109,7 @@ def run(
 ) -> Outcome:
     """Train with plain gradient descent at rate 1, so that a step's change is its gradient."""
     plan = Plan(
-        np.full(64, 8), np.full(64, 8), ScheduleConfig(max_tokens=64, grid=8, sort_block=1),
+        np.full(64, 8), np.full(64, 8), ScheduleConfig(max_tokens=64, grid=8),
         num_anchors=4, block_size=BLOCK, seed=0,
     )  # fmt: skip
     steps = Steps(

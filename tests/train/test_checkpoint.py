@@ -222,7 +222,7 @@ def test_resume_auto_none_and_a_path(trained, overrides, tmp_path):
     ("change", "named"),
     [
         ("schedule.max_tokens=96", "max_tokens 64 -> 96"),
-        ("schedule.sort_block=3", "sort_block 16 -> 3"),
+        ("schedule.min_share=0.2", "min_share 1/2 -> 1/5"),
         ("drafter.num_anchors=3", "num_anchors 4 -> 3"),
         ("seed=1", "seed 0 -> 1"),
         ("train.accumulation_steps=8", "window was 4 and is 8; keep drafters x"),

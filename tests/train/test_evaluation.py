@@ -67,7 +67,8 @@ def overrides(store, tiny_target) -> list[str]:
     return [
         f"data.store={store}", f"target.path={tiny_target}", "data.max_length=200",
         "schedule.max_tokens=400", "schedule.max_anchors=32", "schedule.num_buckets=4",
-        "schedule.grid=8", "schedule.sort_block=2", "drafter.num_layers=2", "drafter.block_size=4",
+        "schedule.min_share=0.1", "schedule.grid=8", "drafter.num_layers=2",
+        "drafter.block_size=4",
         "drafter.num_anchors=8", "drafter.target_layer_ids=[1,3]", "optim.lr=2e-3",
         "train.device=cpu", "pipeline.trace=true", "checkpoint.every=4", "checkpoint.keep_last=9",
         "train.accumulation_steps=2", f"train.max_steps={STEPS}", f"evaluate.max_rows={MAX_ROWS}",
