@@ -14,6 +14,10 @@ class StopSignals:
 
     A Python handler cannot run while the main thread is inside C++ (a collective, a receive), so
     the signals are read from the wake-up descriptor, by any thread.
+
+    One that was ignored at the start (of nohup, or SIGINT of a shell's `&`) stays so. Not under
+    torchrun, which hears all of them whatever it inherits, passes them on, and kills ranks that do
+    not end by them.
     """
 
     def __init__(self) -> None:
@@ -25,7 +29,11 @@ class StopSignals:
         os.set_blocking(self._descriptor, False)
         os.set_blocking(write, False)
         for number in STOPS:
-            signal.signal(number, lambda *_: None)
+            if (
+                signal.getsignal(number) is not signal.SIG_IGN
+                or "TORCHELASTIC_RUN_ID" in os.environ
+            ):
+                signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
     def received(self) -> list[int]:

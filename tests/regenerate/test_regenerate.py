@@ -485,7 +485,8 @@ def test_copies_are_asked_as_often_as_they_stand_there(server, tmp_path, out):
 
 
 CHILD = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored
 from dflashdist.regenerate.run import format_counts, regenerate
 from dflashdist.regenerate.server import ServerAnswerer
 url, source, out = sys.argv[1:]
@@ -496,12 +497,19 @@ except KeyboardInterrupt:
 """
 
 
+# As a shell starts what it runs in the background, whoever runs this suite.
+IN_BACKGROUND = ["/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable]
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [*IN_BACKGROUND, *map(str, arguments)], stderr=subprocess.PIPE, text=True
+    )
+
+
 def start_and_stop(server, source, out, how, answers):
     """Run in a process of its own, end it by a signal once it has written some answers."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, server.url, str(source), str(out)],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    child = start("-c", CHILD, server.url, source, out)
     while not (out.exists() and out.read_bytes().count(b"\n") >= answers):
         assert child.poll() is None, child.stderr.read()
         time.sleep(0.005)
@@ -540,10 +548,7 @@ def test_stopped_it_keeps_even_the_first_answers_in_flight(server, tmp_path, out
         + [[user(f"b{i}"), assistant("x"), user(f"c{i}")] for i in range(10)],
     )
     server.troubles = {f"c{i}": ["wait"] for i in range(10)}
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, server.url, str(source), str(out)],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    child = start("-c", CHILD, server.url, source, out)
     while sum(question.startswith("c") for question in server.seen) < 4:
         assert child.poll() is None, child.stderr.read()
         time.sleep(0.005)
@@ -558,6 +563,22 @@ def test_stopped_it_keeps_even_the_first_answers_in_flight(server, tmp_path, out
     asked = Counter(server.seen)
     assert all(asked[f"b{i}"] == 1 for i in range(10))
     assert sum(asked.values()) == 30 + 4  # the four that nobody had answered yet
+
+
+def test_in_the_background_ctrl_c_is_somebody_elses(server, tmp_path, out):
+    """SIGINT that was ignored at the start stays so."""
+    server.always = "wait"
+    child = start(
+        "-m", "dflashdist", "regenerate", write(tmp_path / "in.jsonl", questions(1)), "--out", out,
+        "--base-url", server.url, "--model", "m",
+    )  # fmt: skip
+    while not server.seen:
+        assert child.poll() is None, child.stderr.read()
+        time.sleep(0.005)
+    child.send_signal(signal.SIGINT)
+    server.gate.set()
+    assert "interrupted" not in child.communicate()[1]
+    assert child.returncode == 0 and set(talks(out)) == {"q0"}
 
 
 @pytest.mark.parametrize(("status", "fix"), [(401, "OPENAI_API_KEY"), (404, "/v1")])
