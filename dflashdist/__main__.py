@@ -2,6 +2,9 @@
 
 import sys
 
-from dflashdist.cli import main
+try:
+    from dflashdist.cli import main
 
-sys.exit(main())
+    sys.exit(main())
+except KeyboardInterrupt:  # while it was being imported
+    sys.exit(130)

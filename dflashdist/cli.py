@@ -115,7 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"dflashdist {options.command}{where}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"dflashdist {options.command}: interrupted", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"dflashdist {options.command}: interrupted", file=sys.stderr)
         return 130
     return 0
 

@@ -2,11 +2,30 @@
 #
 #   source launch/environment.sh base     what a run needs
 #   source launch/environment.sh dev      and what tests need
+#   source launch/environment.sh found    what is here, or a word on what is missing
 #
 # The active virtual environment is used; without one, .venv is made in the repository. A second run
 # finds its stamp and installs nothing. Nothing is left outside the repository but pip's cache.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+if [ "$1" = found ]; then # nothing is installed: which torch suits this machine's GPUs is your choice
+    usable() {
+        python -c 'import importlib.util as u, dflashdist.config; u.find_spec("torch") or exit(1)' \
+            2>/dev/null
+    }
+    if ! usable && [ -x "$ROOT/.venv/bin/python" ]; then
+        # shellcheck disable=SC1091
+        source "$ROOT/.venv/bin/activate"
+    fi
+    if ! usable; then
+        echo "no Python here has dflashdist: activate the environment that has it, or make .venv by" \
+            "bash -c 'source $ROOT/launch/environment.sh base'" >&2
+        exit 2
+    fi
+    export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
+    return
+fi
 [ "$1" = dev ] && EXTRA=dev || EXTRA=
 WANTED_PYTHON="${PYTHON:-python3}"
 

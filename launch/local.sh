@@ -7,9 +7,11 @@ if [ $# -lt 1 ]; then
     sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 2
 fi
+# shellcheck source=environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" found
+python -m dflashdist plan "$@" >/dev/null # refuses at once what no rank would accept
 if [ -z "${NPROC:-}" ]; then
     NPROC="$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')"
 fi
-export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
-exec python -m torch.distributed.run --standalone --nproc-per-node="$NPROC" \
+exec python -m dflashdist.launch --standalone --nproc-per-node="$NPROC" \
     --max-restarts="${MAX_RESTARTS:-0}" -m dflashdist train "$@"

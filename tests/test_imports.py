@@ -34,6 +34,7 @@ ALLOWED = {
         "regenerate",
     },
     "export": {"config", "checks", "files", "data", "model"},
+    "launch": {"cluster"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -71,6 +72,17 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def children() -> list[int]:
+    """The processes that this one has started and that still run, where there is a /proc."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = file.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state not in ("Z", "X"):
+                found.append(int(file.parent.name))
+    return found
 
 
 def end_process(pid: int) -> None:
