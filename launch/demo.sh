@@ -27,7 +27,7 @@ export OMP_NUM_THREADS=1 # 4 ranks share the cores
 target=launch/demo/target
 conversations=launch/demo
 began=$SECONDS
-run="$(python launch/demo/run_folder.py claim "$@")"
+run="$(python launch/demo/demo_folder.py claim "$@")"
 store="$run/store"
 
 prepare() {
@@ -49,7 +49,7 @@ echo "==> preparing the token store $store"
 prepare
 echo "==> the plan"
 plan "$@"
-python launch/demo/run_folder.py clear "$run" # all is accepted: a demo starts anew
+python launch/demo/demo_folder.py clear "$run" # all is accepted: a demo starts anew
 echo "==> training: 2 target ranks and 2 drafter ranks"
 python -m dflashdist.launch --standalone --nproc-per-node=4 --log-dir="$run/logs/torchrun" \
     -m dflashdist train conf/demo.yaml "$@" "data.store=$store"
@@ -75,8 +75,11 @@ watch         tensorboard --logdir {run}/tb
 resume        NPROC=4 bash launch/local.sh conf/demo.yaml {more}
 evaluate      dflashdist evaluate {measured}
 """)
-print(
-    f"acceptance length: {before['clean']['acceptance_length']:.2f} before, "
-    f"{after['clean']['acceptance_length']:.2f} after ({after['clean']['num_answers']} prompts)"
-)
+if after["clean"]["acceptance_length"] is None:
+    print("acceptance length: none, as every answer loops or was cut; raise evaluate.max_new_tokens")
+else:
+    print(
+        f"acceptance length: {before['clean']['acceptance_length']:.2f} before, "
+        f"{after['clean']['acceptance_length']:.2f} after ({after['clean']['num_answers']} prompts)"
+    )
 PY

@@ -1,7 +1,7 @@
 """The folder of a demo's run: nothing that the demo did not make is ever removed.
 
-    python launch/demo/run_folder.py claim [KEY=VALUE ...]    makes and marks it; prints its name
-    python launch/demo/run_folder.py clear FOLDER             removes what the demo before trained
+    python launch/demo/demo_folder.py claim [KEY=VALUE ...]    makes and marks it; prints its name
+    python launch/demo/demo_folder.py clear FOLDER             removes what the demo before trained
 
 A folder that holds anything and lacks the mark is refused. The mark names the folder, so that a
 copy or a renamed one is no longer the demo's.

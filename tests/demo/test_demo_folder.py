@@ -5,8 +5,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import demo_folder
 import pytest
-import run_folder
 from demo_files import DEMO
 
 from dflashdist.config import InputError
@@ -23,7 +23,7 @@ def in_the_repository(monkeypatch):
 @pytest.fixture
 def finished(tmp_path) -> Path:
     """The folder of a demo that has ended."""
-    folder = run_folder.claim([f"run.dir={tmp_path / 'run'}"])
+    folder = demo_folder.claim([f"run.dir={tmp_path / 'run'}"])
     fill(folder)
     return folder
 
@@ -42,29 +42,29 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path):
     fill(tmp_path / "mine")
     before = contents(tmp_path / "mine")
     with pytest.raises(InputError, match=r"run\.dir=.*/mine: holds what no demo made"):
-        run_folder.claim([f"run.dir={tmp_path / 'mine'}"])
+        demo_folder.claim([f"run.dir={tmp_path / 'mine'}"])
     with pytest.raises(InputError, match="no demo made it"):
-        run_folder.clear(tmp_path / "mine")
+        demo_folder.clear(tmp_path / "mine")
     assert contents(tmp_path / "mine") == before
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="is a file"):
-        run_folder.claim([f"run.dir={tmp_path / 'file'}"])
+        demo_folder.claim([f"run.dir={tmp_path / 'file'}"])
 
 
 def test_only_what_was_trained_is_cleared(finished):
-    assert run_folder.claim([f"run.dir={finished}"]) == finished
+    assert demo_folder.claim([f"run.dir={finished}"]) == finished
     assert "checkpoints/step_00000100/model.safetensors" in contents(finished)
-    run_folder.clear(finished)
-    assert contents(finished) == {run_folder.MARK, ".lock", "store/meta.json"}
+    demo_folder.clear(finished)
+    assert contents(finished) == {demo_folder.MARK, ".lock", "store/meta.json"}
 
 
 def test_a_copied_or_renamed_folder_is_its_owner_s(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "copy")
     with pytest.raises(InputError, match="no demo made"):
-        run_folder.claim([f"run.dir={tmp_path / 'copy'}"])
+        demo_folder.claim([f"run.dir={tmp_path / 'copy'}"])
     kept = finished.rename(tmp_path / "kept")
     with pytest.raises(InputError, match="no demo made"):
-        run_folder.claim([f"run.dir={kept}"])
+        demo_folder.claim([f"run.dir={kept}"])
 
 
 def test_a_running_demo_is_not_cleared(finished):
@@ -73,7 +73,7 @@ def test_a_running_demo_is_not_cleared(finished):
         hold(finished / ".lock", "run", "trains"),
         pytest.raises(InputError, match=r"process \d+ on \S+ trains in it; wait for its end"),
     ):
-        run_folder.clear(finished)
+        demo_folder.clear(finished)
     assert contents(finished) == before
 
 
