@@ -7,6 +7,9 @@ from typing import Any
 
 from dflashdist.config import InputError
 from dflashdist.eval.report import format_number
+from dflashdist.files import whole_file
+
+_MADE_BY = b"dflashdist evaluate"  # in the file: another is not replaced
 
 
 def check_figure(path: str | Path) -> None:
@@ -21,6 +24,8 @@ def check_figure(path: str | Path) -> None:
         raise InputError(f"{path}: the figure cannot be written: it is a folder")
     if not folder.is_dir():
         raise InputError(f"{path}: the figure cannot be written: make the folder {folder} first")
+    if file.is_file() and file.stat().st_size and _MADE_BY not in file.read_bytes()[:1024]:
+        raise InputError(f"{path}: is there and no figure of `evaluate`: name another file")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise InputError(f"{path}: the figure cannot be written: no permission")
 
@@ -29,7 +34,10 @@ def draw_figure(reports: Sequence[dict[str, Any]], path: str | Path) -> None:
     """`make_figure` as a PNG. Raises InputError where it cannot be written."""
     check_figure(path)
     try:
-        make_figure(reports).savefig(path, format="png", dpi=150)
+        with whole_file(Path(path), "wb") as file:
+            make_figure(reports).savefig(
+                file, format="png", dpi=150, metadata={"Software": _MADE_BY.decode()}
+            )
     except OSError as error:
         raise InputError(f"{path}: the figure cannot be written ({error})") from error
 

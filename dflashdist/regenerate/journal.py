@@ -9,15 +9,16 @@ Invariants:
 - One process at a time: the file is locked while it is open, where its file system has locks.
 """
 
-import fcntl
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dflashdist.config import InputError
+from dflashdist.files import lock, whole_file
 
 KEY = re.compile(rb'\{"key": "([0-9a-f]{32})", ')
 START = b'{"key": "'
@@ -92,20 +93,14 @@ class Journal:
         On a full disk the file stays as it is: rows too many, which the next run drops.
         """
         offsets = sorted(self.offsets[key] for key in keys)
-        partial = self.path.with_name(f".{self.path.name}.partial")
-        try:
+        with suppress(OSError):
             if not offsets:
                 self.path.unlink()
             else:
-                with self.path.open("rb") as old, partial.open("wb") as new:
+                with self.path.open("rb") as old, whole_file(self.path, "wb") as new:
                     for offset in offsets:
                         old.seek(offset)
                         new.write(old.readline())
-                    new.flush()
-                    os.fsync(new.fileno())
-                os.replace(partial, self.path)
-        except OSError:
-            partial.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
@@ -116,13 +111,11 @@ class Journal:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._file)  # without locks on its file system all else still holds
         except BlockingIOError as error:
             raise InputError(
                 f"{self.path}: another process is writing it; wait for its end or name another file"
             ) from error
-        except OSError:
-            pass  # some cluster file systems have no locks; without one all else still holds
 
     def _read(self) -> None:
         """Find the rows, and cut off a torn last one."""

@@ -61,8 +61,10 @@ def test_json_is_alone_on_stdout_and_warnings_go_to_stderr(arguments, capsys, tm
     assert report["dtype"] == "bfloat16" and report["device"] == "cpu"
     (warning,) = warnings_in(told.err)
     assert "training measured 3.50 on its held-out rows (step 750)" in warning
-    assert figure.is_file()
-    assert main(arguments) == 0
+    before = figure.stat().st_ino
+    assert main([*arguments, "--figure", str(figure)]) == 0
+    assert figure.stat().st_ino != before  # its own is replaced
+    assert list(tmp_path.iterdir()) == [figure]
     told = capsys.readouterr()
     assert "training measured 3.50 on its held-out rows at step 750" in told.out
     assert "WARNING" not in told.out and warnings_in(told.err) == [warning]
@@ -116,6 +118,10 @@ def test_a_figure_that_cannot_be_written_is_refused_before_decoding(arguments, c
     error = refused(capsys, *arguments, "--figure", str(tmp_path / "no/such/figure.png"))
     assert "cannot be written" in error and "make the folder" in error
     assert "it is a folder" in refused(capsys, *arguments, "--figure", str(tmp_path))
+    other = tmp_path / "weights.safetensors"
+    other.write_bytes(b"mine")
+    assert "is there and no figure" in refused(capsys, *arguments, "--figure", str(other))
+    assert other.read_bytes() == b"mine"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
