@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from dflashdist.config import InputError
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.data.conversations import Rejections
+from dflashdist.data.conversations import NULLS, Rejections
 from dflashdist.data.parts import KINDS, Part
 from dflashdist.data.shards import TokenStore
 from dflashdist.data.tokenizer import TargetTokenizer
@@ -107,6 +107,11 @@ class Tally:
             found.append(
                 f"{self.left_out.total:,} of {made:,} training rows are left out "
                 f"({', '.join(self.left_out.counts)})"
+            )
+        if NULLS in self.remarks.counts:
+            found.append(
+                f"{self.remarks.counts[NULLS]:,} conversations: {NULLS}, as columns of a table "
+                "cannot tell a null from an absent value; give these as JSON text, or rows as JSONL"
             )
         if self.unsupervised_answers > UNSUPERVISED_WARNED * self.answers:
             found.append(

@@ -221,7 +221,7 @@ class ChatTokenizer:
         inputs = self._template.inputs(messages, tools)
         answers: list[Answer] = []
         for i in reversed(wanted):
-            answer = self._answers.find(inputs, i, tools)
+            answer = self._answers.find(inputs, i, tools, messages[i].get("cut_off", False))
             if answer is not None:
                 answers.insert(0, answer)
             if answers and turns == "last":

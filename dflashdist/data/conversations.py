@@ -17,6 +17,7 @@ from dflashdist.data import spellings
 from dflashdist.data.messages import (
     EMPTY_ANSWER,
     NO_MESSAGES,
+    NO_QUESTION,
     NO_SUPERVISED,
     NOT_AN_OBJECT,
     NOT_JSON,
@@ -34,6 +35,13 @@ __all__ = [
     "parse_prompt", "parse_row",
 ]  # fmt: skip
 
+# What is remarkable about rows that are kept, for the audit.
+GREETING = "answer before any question: not learnt"
+CUT_OFF = "answer cut off: no end learnt, the rest left out"
+NULLS = "nulls in tool arguments or schemas left out"
+# Where columns cannot tell a null from an absent value.
+OBJECTS = ("arguments", "parameters")
+
 NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -48,6 +56,7 @@ class Conversation:
     origin: str  # file:line or file[index]
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    remarks: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def key(self) -> bytes:
@@ -155,7 +164,9 @@ def parse_row(
         format: auto, or one of data.format's spellings, in which the row must then be.
         fields: our names (config.FIELDS) to the row's own.
 
-    What follows the last answer of a conversation is left out. Raises RowError with the reason.
+    What follows the last answer of a conversation is left out, and what follows one that was cut
+    off. An answer before any question, a greeting, is not to be learnt: nobody asks a server for
+    it. Raises RowError with the reason.
     """
     columns = _columns(payload)
     content = spellings.read_row(columns, format, fields)
@@ -163,7 +174,9 @@ def parse_row(
     if isinstance(content, spellings.Dialogue):
         if all(message["role"] != "assistant" for message in content.messages):
             raise spellings.no_answer(columns, fields)
-        row = Conversation(origin, _to_last_answer(content.messages), content.tools)
+        messages, remarks = _answered(content.messages)
+        remarks += (NULLS,) if isinstance(payload, dict) and _drops_null(payload) else ()
+        row = Conversation(origin, messages, content.tools, remarks)
     elif isinstance(content, spellings.Tokens):
         row = TokenRow(origin, content.ids, content.loss_mask)
     else:
@@ -221,15 +234,37 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _to_last_answer(messages: list[Message]) -> list[Message]:
-    """The messages up to the last answer; there is one, and all are usable, or a RowError."""
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+def _drops_null(value: Any, inside: bool = False) -> bool:
+    """Whether `_plain` leaves out a null of tool arguments or of a tool's schema."""
+    if isinstance(value, dict) and not isinstance(value, JsonObject):
+        if inside and any(item is None for item in value.values()):
+            return True
+        return any(_drops_null(item, inside or key in OBJECTS) for key, item in value.items())
+    return isinstance(value, list | tuple) and any(_drops_null(item, inside) for item in value)
+
+
+def _answered(messages: list[Message]) -> tuple[list[Message], tuple[str, ...]]:
+    """The messages up to the last answer, or the first that was cut off, and remarks.
+
+    Raises RowError unless all answers are usable and one of them is to be learnt.
+    """
+    roles = [message["role"] for message in messages]
+    answers = [i for i, role in enumerate(roles) if role == "assistant"]
     for i in answers:
         if not messages[i]["content"].strip() and "tool_calls" not in messages[i]:
             raise RowError(EMPTY_ANSWER)
-    if not any(messages[i].get("supervised", True) for i in answers):
+    cut = next((i for i in answers if messages[i].get("cut_off")), None)
+    messages = messages[: (answers[-1] if cut is None else cut) + 1]
+    asked = next((i for i, role in enumerate(roles) if role in ("user", "tool")), len(roles))
+    learnt = [i for i in answers if i < len(messages) and messages[i].get("supervised", True)]
+    greetings = [i for i in learnt if i < asked]
+    if not learnt:
         raise RowError(NO_SUPERVISED)
-    return messages[: answers[-1] + 1]
+    if learnt == greetings:
+        raise RowError(NO_QUESTION)
+    messages = [m | {"supervised": False} if i in greetings else m for i, m in enumerate(messages)]
+    remarks = (GREETING,) if greetings else ()
+    return messages, remarks + ((CUT_OFF,) if cut in learnt else ())
 
 
 def _alike(messages: list[Message]) -> list[Message]:

@@ -18,7 +18,7 @@ from dflashdist.data.shards import VERSION
 Key = dict[str, Any]
 # Raised by hand whenever a source row comes to give other ids, masks or openings, or parts on disk
 # are laid out otherwise; tests/data/test_format.py fails where it was forgotten.
-FORMAT = 3
+FORMAT = 4
 
 Described = list[dict[str, Any]]  # by Sources.describe
 

@@ -2,9 +2,9 @@
 
 Canonical: `role` (system, user, assistant or tool) and `content`, always text. An answer may also
 have `reasoning` (never blank), `written` (its whole text as it came, where a `<think>` block was
-taken out of it), `tool_calls` (arguments as objects) and `supervised: False`; a tool result `name`
-and `tool_call_id`. A key that has nothing to say is absent, never None, and null means absent
-wherever the structure of a message is concerned. Other keys are left out.
+taken out of it), `tool_calls` (arguments as objects), `supervised: False` and `cut_off: True`; a
+tool result `name` and `tool_call_id`. A key that has nothing to say is absent, never None, and
+null means absent wherever the structure of a message is concerned. Other keys are left out.
 
 Nothing else is repaired, but these things are made uniform:
 - Text blocks are joined by a newline. A tool's result that is not text becomes JSON text.
@@ -19,6 +19,7 @@ Nothing else is repaired, but these things are made uniform:
 - `supervised: False` is what `weight: 0` (OpenAI), `train`, `training`, `trainable`, `loss` or
   `loss_mask` of false or 0, `masked: true` (torchtune) and an empty `train_detail` (axolotl) say.
   Other turns than answers are never learnt, whatever they say.
+- `cut_off: True` is what a `finish_reason` (or `stop_reason`) of length, max_tokens, ... says.
 """
 
 import json
@@ -38,6 +39,7 @@ NO_TOKENS = "no input_ids and loss_mask"
 BAD_MESSAGE = "message is not an object"
 UNKNOWN_ROLE = "unknown role"
 NO_ANSWER = "no assistant turn"
+NO_QUESTION = "no question before an answer"
 NO_SUPERVISED = "every answer is marked as not to be learnt: weight 0, train false"
 EMPTY_ANSWER = "empty answer"
 EMPTY_TEXT = "empty text"
@@ -96,6 +98,11 @@ MEDIA_WORDS = ("image", "audio", "video")
 MEDIA_KEYS = frozenset(("image", "images", "audio", "audios", "video", "videos"))
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # of what is learnt
+FINISHES = ("finish_reason", "stop_reason")
+CUT_OFF = frozenset((
+    "length", "max_tokens", "max_output_tokens", "model_length", "incomplete", "content_filter",
+    "safety", "error", "abort", "aborted", "cancelled", "timeout",
+))  # fmt: skip
 THINK, END_THINK = "<think>", "</think>"
 # The end of reasoning whose beginning the generation prompt wrote.
 LONE_END = re.compile(r"\A\s*</think>|^[ \t]*</think>[ \t]*\r?$", re.MULTILINE)
@@ -186,6 +193,12 @@ def from_json_text(value: Any, reason: str) -> Any:
         raise RowError(reason) from error
 
 
+def is_cut_off(row: dict[str, Any]) -> bool:
+    """Whether an answer ended before its end, by a server's word beside it."""
+    said = [row[key].strip().lower() for key in FINISHES if isinstance(row.get(key), str)]
+    return not CUT_OFF.isdisjoint(said)
+
+
 def one_reasoning(given: list[Any]) -> str:
     """The reasoning that all of `given` are, blanks at their edges and blank ones aside.
 
@@ -242,6 +255,8 @@ def _answer(message: dict[str, Any], content: str) -> Message:
         raise RowError(PREFIX)
     if not _is_learnt(message):
         answer["supervised"] = False
+    if is_cut_off(message):
+        answer["cut_off"] = True
     return answer
 
 

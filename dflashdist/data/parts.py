@@ -228,7 +228,8 @@ class PartMaker:
                 ids.append(made.ids[:length])
                 masks.append(mask)
                 whole.append((made, row))
-            remarks = [REFRAMED] if turns.reframed else []
+            remarks = row.remarks if isinstance(row, Conversation) else ()
+            remarks += (REFRAMED,) if turns.reframed else ()
             part.remarks += [(len(part.origins), remark, origin) for remark in remarks]
             part.left_out += [(len(part.origins), reason, origin) for reason in reasons]
             part.origins.append(origin)

@@ -10,11 +10,11 @@
 
 A row is read as the first of these that it has a column for, empty ones aside, unless the format
 is given, which cannot be `chosen`. A row with `train: false`, `weight: 0` or the like (messages.py)
-has nothing to be learnt. Beside messages or pairs, `system` (or `system_prompt`) is a message
-before the others and `tools` (or OpenAI's older `functions`) are the tools offered. Beside a pair,
-`input` or `context` follows the instruction after a newline, `history`, a list of [question,
-answer], comes before both, and `reasoning_content`, `reasoning` or `thinking` is the reasoning of
-the answer.
+has nothing to be learnt; a row's `finish_reason` is that of its last answer. Beside messages or
+pairs, `system` (or `system_prompt`) is a message before the others and `tools` (or OpenAI's older
+`functions`) are the tools offered. Beside a pair, `input` or `context` follows the instruction
+after a newline, `history`, a list of [question, answer], comes before both, and
+`reasoning_content`, `reasoning` or `thinking` is the reasoning of the answer.
 """
 
 from collections.abc import Mapping
@@ -42,6 +42,7 @@ from dflashdist.data.messages import (
     RowError,
     Unreadable,
     from_json_text,
+    is_cut_off,
     not_text,
     one_reasoning,
     read_content,
@@ -112,6 +113,10 @@ def read_row(
             raise RowError(NO_SUPERVISED)
         for message in content.messages:
             message |= {"supervised": False} if message["role"] == "assistant" else {}
+    if is_cut_off(row) and isinstance(content, Dialogue):
+        last = [message for message in content.messages if message["role"] == "assistant"][-1:]
+        for message in last:
+            message["cut_off"] = True
     return content
 
 

@@ -273,7 +273,7 @@ def special_literals(texts: frozenset[str]) -> list[str]:
 
 def _input(message: Message, opening: str | None) -> dict[str, Any]:
     """One message as templates read it; `opening` is None for those with a field for reasoning."""
-    apart = ("reasoning", "written", "supervised")
+    apart = ("reasoning", "written", "supervised", "cut_off")
     result = {key: message[key] for key in message if key not in apart}
     reasoning, written = message.get("reasoning"), message.get("written")
     if opening is None:

@@ -11,7 +11,8 @@ refused with a reason:
 - the template begins the answer otherwise than its generation prompt ends (one that drops the
   reasoning which its prompt has opened, say);
 - content, reasoning or a tool call, its name and arguments, is not found in what it writes;
-- no end-of-turn token follows, or one stands inside the answer;
+- no end-of-turn token follows, or one stands inside the answer (one that was cut off ends with what
+  it says, and is a text that calls no tool);
 - `{% generation %}` tags, where a template has them, that end elsewhere. They decide which turns
   are supervised and from where on.
 """
@@ -32,6 +33,7 @@ HISTORY_DIFFERS = "template rewrites the conversation before an answer once it i
 PROMPT_DIFFERS = "template begins an answer otherwise than its generation prompt ends"
 REASONING_DROPPED = "template drops the reasoning that its generation prompt opens"
 REASONING_LOST = "template leaves out the reasoning"
+CUT_CALL = "tool call in an answer that was cut off"
 CHANGES_ANSWER = "template changes the answer"
 NO_END_OF_TURN = "no end-of-turn token after an answer"
 END_INSIDE = "end-of-turn token inside an answer"
@@ -66,7 +68,7 @@ class Answer:
 
     prompt: str  # all that the target has read when it begins
     text: str  # all that it writes
-    end: str  # the end-of-turn token that `text` ends with
+    end: str  # the end-of-turn token that `text` ends with; "" if the answer was cut off
     turn: int = 0  # the number of its message
 
 
@@ -84,13 +86,19 @@ class AnswerFinder:
         }
 
     def find(
-        self, inputs: Sequence[dict[str, Any]], turn: int, tools: list[Any] | None
+        self,
+        inputs: Sequence[dict[str, Any]],
+        turn: int,
+        tools: list[Any] | None,
+        cut_off: bool = False,
     ) -> Answer | None:
         """The answer that message `turn` of a template's inputs is; None if it has no tags.
 
         Raises RowError.
         """
         message = inputs[turn]
+        if cut_off and "tool_calls" in message:
+            raise RowError(CUT_CALL)
         said = _said(message)
         if any(end in part for part in said for end in self._ends):
             raise RowError(END_INSIDE)
@@ -112,6 +120,10 @@ class AnswerFinder:
             if not own:
                 return None
             start = max(start, _tagged_from(own, stop, end))
+        if cut_off:
+            said = message["content"]
+            said = said if text.rfind(said, 0, stop - len(end)) >= 0 else said.strip()
+            stop, end = text.rfind(said, 0, stop - len(end)) + len(said), ""
         return Answer(text[:start], text[start:stop], end, turn)
 
     def _end_of_turn(self, text: str, first: int) -> tuple[int, str]:
@@ -173,9 +185,9 @@ def assemble(
             else:
                 row = _OpenRow(prompt, joined)
                 rows.append(row)
-        if not ids or ids[-1] not in ends:
+        if not ids or (answer.end and ids[-1] not in ends):
             raise RowError(NO_END_OF_TURN)
-        if not ends.isdisjoint(ids[:-1]):
+        if not ends.isdisjoint(ids[:-1] if answer.end else ids):
             raise RowError(END_INSIDE)
         row.write(answer, ids)
     return [row.finished() for row in rows]

@@ -59,6 +59,7 @@ ROWS = [
 MARKS = (
     {"weight": 0}, {"train": False}, {"training": 0}, {"trainable": False}, {"loss": False},
     {"loss_mask": 0}, {"masked": True}, {"train_detail": []}, {"prefix": True}, {"weight": 1},
+    {"finish_reason": "length"}, {"stop_reason": "max_tokens"}, {"finish_reason": "stop"},
 )  # fmt: skip
 
 
@@ -136,6 +137,7 @@ def found(folder: Path) -> dict[str, dict[str, Any]]:
     asked, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     marked = [{"messages": [asked, said | mark, asked, said]} for mark in MARKS]
     spellings["marks"] = digest([read(row) for row in marked])
+    spellings["greeting"] = digest(read({"messages": [said, asked, said]}))
     spellings["chosen"] = digest([read({"prompt": "q", "chosen": [said]})])
     templates, shown = {}, {}
     for name, entry in TEMPLATES.items():
@@ -144,6 +146,8 @@ def found(folder: Path) -> dict[str, dict[str, Any]]:
         outcomes = {talk: made_of(chat, Conversation("f:1", *TALKS[talk])) for talk in TALKS}
         for block in BLOCKS:
             outcomes[block] = made_of(chat, parse_row("f:1", {"prompt": "q", "answer": block}))
+        cut = {"prompt": "q", "answer": "a b ", "finish_reason": "length"}
+        outcomes["cut off"] = made_of(chat, parse_row("f:1", cut))
         templates[name] = {"template": digest(source), "rows": digest(outcomes)}
         shown |= {f"{name}: {talk}": outcomes[talk] for other, talk in SHOWN if other == name}
     lines = "\n".join(map(json.dumps, ROWS))
