@@ -139,8 +139,9 @@ def test_the_audit_says_it_of_both_stores(tmp_path):
         assert one["remarks"] == {conversations.GREETING: 1, conversations.CUT_OFF: 1}
         assert (one["cut_rows"], one["unsupervised_answers"]) == (1, 1)
     training, validation = format_summary(summary).split("validation store")
-    for text, file in ((training, "rows"), (validation, "held")):
-        assert "cut at 256" in text and f"1  ({summary['cut_tokens']:,} tokens lost)" in text
+    inside = summary["validation"]
+    for text, one, file in ((training, summary, "rows"), (validation, inside, "held")):
+        assert "cut at 256" in text and f"1  ({one['cut_tokens']:,} tokens lost)" in text
         for remark, line in ((conversations.GREETING, 1), (conversations.CUT_OFF, 2)):
             (found,) = [entry for entry in text.splitlines() if remark in entry]
             assert found.endswith(f"1  ({tmp_path}/{file}.jsonl:{line})")
