@@ -188,12 +188,8 @@ def message_shape(config: Config) -> tuple[int, int | None]:
     states = features + needs_last(config.loss, config.drafter)
     if not config.target.path:
         return states, None
-    from dflashdist.model.shape import (
-        check_layer_ids,
-        check_supported,
-        default_layer_ids,
-        read_target_config,
-    )
+    from dflashdist.model.shape import check_layer_ids, default_layer_ids
+    from dflashdist.model.target_files import check_supported, read_target_config
 
     try:
         target = read_target_config(config.target.path, config.target.revision)

@@ -136,8 +136,10 @@ def test_every_known_key_is_an_override():
 def drafter(tmp_path, tiny_target):
     """An untrained one, as another trainer would publish it."""
     from dflashdist.config import DrafterConfig
-    from dflashdist.model.drafter import Drafter, save_drafter
-    from dflashdist.model.shape import DrafterShape, read_target_config
+    from dflashdist.model.drafter import Drafter
+    from dflashdist.model.drafter_folder import save_drafter
+    from dflashdist.model.shape import DrafterShape
+    from dflashdist.model.target_files import read_target_config
 
     settings = DrafterConfig(num_layers=1, block_size=4, target_layer_ids=[1])
     drafter = Drafter(DrafterShape.from_target(read_target_config(tiny_target), 200, settings))

@@ -32,12 +32,17 @@ from dflashdist.eval.equality import Replayed, check_shares, replay
 from dflashdist.eval.generate import load_model
 from dflashdist.eval.prompts import Prompt, read_prompts
 from dflashdist.eval.report import Answer, make_report
-from dflashdist.model.drafter import Drafter, load_drafter, weights_digest
-from dflashdist.model.drafting import num_drafts
-from dflashdist.model.frozen import Frozen, target_fingerprint
-from dflashdist.model.record import STATE, read_record
-from dflashdist.model.shape import check_sizes, check_supported, need, read_target_config
+from dflashdist.model.drafter import Drafter, num_drafts
+from dflashdist.model.drafter_folder import STATE, load_drafter, read_provenance, weights_digest
+from dflashdist.model.shape import check_sizes
 from dflashdist.model.target import Target
+from dflashdist.model.target_files import (
+    TargetTensors,
+    check_supported,
+    need,
+    read_target_config,
+    target_fingerprint,
+)
 
 CONFIG = "config.json"  # in every drafter's folder
 ATTENTION = (AUTO, "sdpa", "eager")  # those that take masks over a cache of uneven rows
@@ -101,7 +106,9 @@ def evaluate_drafters(
     alone, runs = CachedTarget(model), [_Run(drafter, model) for drafter in drafters]
     greedy = evaluate.temperature == 0
     if greedy:
-        frozen = Frozen.load(target, revision=revision, dtype=alone.dtype, device=alone.device)
+        frozen = TargetTensors.load(
+            target, revision=revision, dtype=alone.dtype, device=alone.device
+        )
         for run in runs:
             layers = run.drafter.shape.target_layer_ids
             tapped = Target(target, layers, revision=revision, loaded=model)
@@ -280,7 +287,7 @@ def _check_fit(path: str, drafter: Drafter, checkpoint: Path, revision: str | No
     config = read_target_config(path, revision)
     check_supported(config)
     check_sizes(path, config, drafter.shape)
-    trained_for, found = read_record(checkpoint).fingerprint, target_fingerprint(path, revision)
+    trained_for, found = read_provenance(checkpoint).fingerprint, target_fingerprint(path, revision)
     if trained_for not in (None, found):
         raise InputError(
             f"{path}: another target (fingerprint {found}) than {checkpoint} was trained for "

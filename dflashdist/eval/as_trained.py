@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from dflashdist.eval.decode import Decoded, Rule, padded, parts
-from dflashdist.model.drafter import AVERAGE, Drafter
-from dflashdist.model.frozen import Frozen
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import AVERAGE, STATE, read_provenance
 from dflashdist.model.loss import DrafterBatch
-from dflashdist.model.record import STATE, read_record
 from dflashdist.model.target import Target
+from dflashdist.model.target_files import TargetTensors
 from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 
 # A round's metric of the weights, and of their average (train/evaluation.py).
@@ -24,7 +24,7 @@ class TrainingsCount:
     """Acceptance of decoded answers by the code that trained: its target, cut and tapped, its
     reading of the target's embedding and head, its blocks and masks."""
 
-    def __init__(self, target: Target, frozen: Frozen, drafter: Drafter) -> None:
+    def __init__(self, target: Target, frozen: TargetTensors, drafter: Drafter) -> None:
         """All three on one device and of one dtype, the target tapped at the drafter's layers."""
         self._target, self._frozen, self._drafter = target, frozen, drafter
 
@@ -71,7 +71,7 @@ def last_round(checkpoint: str | Path) -> dict[str, Any] | None:
     Raises InputError for a state or config.json that cannot be read.
     """
     folder = Path(checkpoint).resolve()  # `best` leads to another
-    record = read_record(folder)
+    record = read_provenance(folder)
     step, best = record.training.get("step"), record.training.get("best")
     if not isinstance(step, int):
         return None

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflashdist.eval.cache import KeyValueCache, attention_masks
-from dflashdist.model.drafter import Drafter
-from dflashdist.model.drafting import greedy_drafts, num_drafts, sampled_drafts
+from dflashdist.model.drafter import Drafter, greedy_drafts, num_drafts, sampled_drafts
 from dflashdist.model.layers import widen
 
 

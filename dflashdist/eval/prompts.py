@@ -20,7 +20,7 @@ from dflashdist.data.messages import NOT_JSON
 from dflashdist.data.shards import META, TokenStore
 from dflashdist.data.sources import Sources
 from dflashdist.data.tokenizer import template_file
-from dflashdist.model.record import read_record
+from dflashdist.model.drafter_folder import read_provenance
 
 BUILTIN = Path(__file__).parent / "builtin.jsonl"  # chat, code, math and writing in turn
 
@@ -83,7 +83,7 @@ def chat_of(
 
 def _rendering(folder: Path, data: DataConfig) -> dict[str, Any] | None:
     """What a folder records of the chat format, under what `data` says; None where nothing."""
-    rendering = read_record(folder).rendering
+    rendering = read_provenance(folder).rendering
     if not rendering:
         return None
     own = data.template is None
@@ -98,7 +98,7 @@ def _rendering(folder: Path, data: DataConfig) -> dict[str, Any] | None:
 def _template_file(folder: Path, rendering: dict[str, Any]) -> str:
     """The template's file, in an export or where training read it. Raises InputError where it is
     not there, or another."""
-    places = read_record(folder).template_places(folder)
+    places = read_provenance(folder).template_places(folder)
     file = template_file(places, rendering["template_sha256"])
     if file is None:
         raise InputError(

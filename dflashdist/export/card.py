@@ -7,8 +7,8 @@ from dflashdist.export.markdown import table
 from dflashdist.export.measured import Measured, measured_section
 from dflashdist.export.origin import Origin
 from dflashdist.export.serve import serve_section, serve_speculators_section
-from dflashdist.model.drafting import num_drafts
-from dflashdist.model.record import TEMPLATE
+from dflashdist.model.drafter import num_drafts
+from dflashdist.model.drafter_folder import TEMPLATE
 from dflashdist.model.shape import SLIDING, DrafterShape
 
 _VARIANTS = {

@@ -28,8 +28,8 @@ from dflashdist.export.measured import read_report
 from dflashdist.export.origin import Origin, read_origin
 from dflashdist.export.speculators import speculators_config
 from dflashdist.files import new_folder, put_in_place, restore
-from dflashdist.model.drafter import Drafter, save_drafter
-from dflashdist.model.record import OWN, TEMPLATE
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import OWN, TEMPLATE, save_drafter
 
 log = logging.getLogger(__name__)
 

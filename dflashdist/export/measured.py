@@ -9,7 +9,8 @@ import torch
 
 from dflashdist.config import InputError
 from dflashdist.export.markdown import table
-from dflashdist.model.drafter import Drafter, weights_digest
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import weights_digest
 
 Measured = dict[str, Any]
 

@@ -10,8 +10,16 @@ from dflashdist.config import InputError
 from dflashdist.data.chat import OWN as OWN_TEMPLATE
 from dflashdist.data.tokenizer import template_file
 from dflashdist.export.target import NamedTarget, check_target, find_target
-from dflashdist.model.drafter import AVERAGE, Drafter, exact_weights, read_shape, read_weights
-from dflashdist.model.record import STATE, Record, read_record
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import (
+    AVERAGE,
+    STATE,
+    Provenance,
+    exact_weights,
+    read_provenance,
+    read_shape,
+    read_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ def read_origin(
     folder = Path(checkpoint).expanduser().resolve()
     if folder.name == AVERAGE and (folder.parent / STATE).is_file():
         folder, ema = folder.parent, True
-    record = read_record(folder)
+    record = read_provenance(folder)
     drafter, place = _read_drafter(folder, ema)
     name = target or record.target
     if not name:
@@ -98,7 +106,7 @@ def _read_drafter(folder: Path, ema: bool) -> tuple[Drafter, Path]:
     return drafter, place
 
 
-def _template(record: Record, folder: Path) -> bytes | None:
+def _template(record: Provenance, folder: Path) -> bytes | None:
     """The recorded template's file, from where training read it or from an earlier export."""
     if record.rendering.get("template", OWN_TEMPLATE) == OWN_TEMPLATE:
         return None

@@ -6,8 +6,8 @@ from typing import Any
 
 from dflashdist.export.origin import Origin
 from dflashdist.export.target import end_ids
-from dflashdist.model.drafting import num_drafts
-from dflashdist.model.record import TEMPLATE
+from dflashdist.model.drafter import num_drafts
+from dflashdist.model.drafter_folder import TEMPLATE
 from dflashdist.model.shape import SLIDING, DrafterShape
 
 # What has each variant, by the engines' own pull requests.

@@ -9,7 +9,7 @@ from typing import Any
 
 from dflashdist.config import InputError
 from dflashdist.export.target import NamedTarget, architectures
-from dflashdist.model.drafting import num_drafts
+from dflashdist.model.drafter import num_drafts
 from dflashdist.model.shape import FULL, PARTS, DrafterShape
 
 VERSION = "0.9.0"  # the layout's

@@ -8,8 +8,8 @@ from typing import Any
 
 from dflashdist.config import InputError
 from dflashdist.data.tokenizer import TargetTokenizer
-from dflashdist.model.frozen import places_of, target_fingerprint
-from dflashdist.model.shape import DrafterShape, check_sizes, read_target_config
+from dflashdist.model.shape import DrafterShape, check_sizes
+from dflashdist.model.target_files import places_of, read_target_config, target_fingerprint
 
 log = logging.getLogger(__name__)
 

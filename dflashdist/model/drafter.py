@@ -1,33 +1,36 @@
-"""The drafter: a few Qwen3-style layers whose blocks attend to the target's hidden states.
+"""The drafter: a few Qwen3-style layers whose blocks attend to the target's hidden states; and its
+drafting rule, from a block's states to the tokens that are offered to the target.
 
 The tapped hidden states are projected once (`fc`, `hidden_norm`) into a context that every layer
 shares and none updates; each layer's own key and value projections serve the context and the
 blocks alike. DFlash, section 4.1. The parameters carry the published names: 11 per layer and 3 on
-top, no embedding and no head (those are the target's, see `frozen`). Variants add convolutions
-(`convolution`) and heads (`heads`).
+top, no embedding and no head (those are the target's, see `target_files`).
+
+One drafting rule for decoding and for teacher-forced acceptance. DFlash drafts all slots at once,
+each by its own logits (section 4.1). Variants walk over the slots, so that a draft may depend on
+the one before it, the first on the anchor's token: DFlash 2 chooses among each slot's top
+candidates, DSpark adds a bias to its logits (`heads`).
 
 Legend: B rows, S context positions, N blocks a row, Q = N * block_size slots, H hidden size,
-K tapped layers, D head dimension. The layers are in `layers`.
+K tapped layers, D head dimension (the layers are in `layers`). Of drafting: M blocks, S slots a
+block (block_size, or fewer where a block is clipped), V vocabulary, D drafts a block, C choices of
+a slot (V, or the candidates of DFlash 2).
 """
 
-import hashlib
-import json
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflashdist.config import InputError
 from dflashdist.model.attention import BlockLayout, decode_view
 from dflashdist.model.blocks import block_positions
-from dflashdist.model.convolution import GroupedDynamicConv
 from dflashdist.model.heads import CandidateSelector, ConfidenceHead, MarkovHead
-from dflashdist.model.layers import Layer, RMSNorm, Rope
+from dflashdist.model.layers import GroupedDynamicConv, Layer, RMSNorm, Rope, widen
 from dflashdist.model.shape import DrafterShape
 
-AVERAGE = "ema"  # the averaged weights' folder in a checkpoint
+# (choices' tokens int64 [M, C] or None for the vocabulary itself, scores [M, C]) -> [M]
+Choose = Callable[[Tensor | None, Tensor], Tensor]
 KeyValues = list[tuple[Tensor, Tensor]]  # a layer each: keys and values [B, kv_heads, S, D]
 VariantPart = GroupedDynamicConv | CandidateSelector | MarkovHead | ConfidenceHead
 
@@ -172,120 +175,77 @@ class Drafter(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def save_drafter(path: str | Path, drafter: Drafter, dtype: str = "bfloat16") -> None:
-    """Write config.json and model.safetensors, loadable by the serving engines, into a folder."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    to = getattr(torch, dtype)
-    tensors = {
-        name: tensor.detach().to("cpu", to, copy=True).contiguous()
-        for name, tensor in drafter.state_dict().items()
-    }
-    save_tensors(tensors, folder / "model.safetensors")
-    config = json.dumps(drafter.shape.to_config(dtype), indent=2)
-    (folder / "config.json").write_text(config + "\n")
+def num_drafts(shape: DrafterShape) -> int:
+    """Drafts of a whole block: block_size - 1; of DSpark, whose anchor slot drafts, block_size."""
+    return shape.block_size - 1 + shape.ahead
 
 
-def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """A safetensors file that whoever may read new files may read: the library's own is private."""
-    file.touch()
-    mode = file.stat().st_mode
-    save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(mode)
-
-
-def load_drafter(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Drafter:
-    """The drafter in a published folder, ours or another trainer's, on the CPU in `dtype`.
-
-    Raises InputError naming what is missing, unexpected or of another shape.
-    """
-    folder = Path(path)
-    shape = read_shape(folder / "config.json")
-    with torch.device("meta"):
-        drafter = Drafter(shape)
-    tensors = read_weights(folder / "model.safetensors", drafter)
-    drafter.load_state_dict({n: t.to(dtype) for n, t in tensors.items()}, assign=True)
-    return drafter.requires_grad_(True)
-
-
-def read_shape(file: Path) -> DrafterShape:
-    """The shape in a drafter's config.json. Raises InputError if there is none that can be read."""
-    if not file.is_file():
-        raise InputError(
-            f"{file.parent}: no {file.name}; a drafter's folder holds config.json and "
-            "model.safetensors"
-        )
-    try:
-        return DrafterShape.from_config(json.loads(file.read_text()))
-    except InputError as error:
-        raise InputError(f"{file.parent}: {error}") from error
-    except ValueError as error:
-        raise InputError(f"{file.parent}: cannot be read ({error})") from error
-
-
-def exact_weights(folder: Path) -> Path:
-    """The file of a drafter's weights: the float32 ones of a checkpoint or of the average in it
-    (ema/), else those that are served."""
-    if folder.name == AVERAGE:
-        exact = folder.parent / "trainer/ema.safetensors"
-    else:
-        exact = folder / "trainer/weights.safetensors"
-    return exact if exact.is_file() else folder / "model.safetensors"
-
-
-def read_weights(file: Path, drafter: Drafter, optional: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, which must be the drafter's, on the CPU.
-
-    Raises InputError as `check_weights` does.
-    """
-    check_weights(file, drafter, optional)
-    return load_file(file)
-
-
-def check_weights(file: Path, drafter: Drafter, optional: tuple[str, ...] = ()) -> None:
-    """Hold the tensors of a safetensors file to a drafter's, by its header alone.
+@torch.no_grad()
+def greedy_drafts(
+    drafter: Drafter, states: Tensor, anchor_ids: Tensor, head: Tensor, chunk_size: int = 1024
+) -> Tensor:
+    """The most likely drafts, each after the one drafted before it: int64 [M, D].
 
     Args:
-        optional: beginnings of names that the file may lack.
-
-    Raises InputError naming what is missing, unexpected or of another shape.
+        states: [M, S, H] of the drafter, after its final norm; slot 0 is the anchor's, and at
+            least one slot drafts.
+        anchor_ids: int64 [M], the tokens that the blocks start from.
+        head: [V, H] of the target; the product runs in its dtype.
+        chunk_size: slots whose logits exist at once.
     """
-    if not file.is_file():
-        raise InputError(
-            f"{file.parent}: no {file.name}; a drafter's folder holds config.json and "
-            "model.safetensors"
-        )
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            names = list(tensors.keys())
-            found = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-    except (OSError, ValueError, SafetensorError) as error:
-        raise InputError(f"{file.parent}: cannot be read ({error})") from error
-    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    missing = [name for name in expected.keys() - found.keys() if not name.startswith(optional)]
-    problems = {
-        "missing": sorted(missing),
-        "unexpected": sorted(found.keys() - expected.keys()),
-        "of another shape": [
-            f"{name} {found[name]}, not {expected[name]}"
-            for name in sorted(expected.keys() & found.keys())
-            if found[name] != expected[name]
-        ],
-    }
-    told = [f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names]
-    if told:
-        raise InputError(f"{file} does not fit its config.json; {'; '.join(told)}")
+    blocks = max(1, chunk_size // states.shape[1])
+    parts = zip(states.split(blocks), anchor_ids.split(blocks), strict=True)
+    return torch.cat([_walk(drafter, *part, head, lambda _, s: s.argmax(-1)) for part in parts])
 
 
-def weights_digest(drafter: Drafter, through: torch.dtype = torch.float32) -> str:
-    """Hex, of all names, shapes and values, these as bfloat16: what a measurement was made of.
+@torch.no_grad()
+def sampled_drafts(
+    drafter: Drafter,
+    states: Tensor,
+    anchor_ids: Tensor,
+    head: Tensor,
+    temperature: float,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
+    """Drafts drawn at a temperature above 0, and the distribution that each was drawn from.
 
-    The float32 and the bfloat16 folder of one drafter have the same digest; a float16 folder has
-    the one that its drafter has `through` float16, which is rounded to first.
+    Args: as `greedy_drafts`; `generator` is of the states' device.
+
+    Returns:
+        int64 [M, D] and float32 (or wider) [M, D, V]: what rejection sampling needs to stay
+        lossless.
     """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(drafter.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        rounded = tensor.detach().cpu().to(through).to(torch.bfloat16)
-        digest.update(rounded.contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
+    drawn_from: list[Tensor] = []
+
+    def draw(tokens: Tensor | None, scores: Tensor) -> Tensor:
+        probs = (scores / temperature).softmax(-1)
+        whole = probs
+        if tokens is not None:
+            whole = probs.new_zeros(len(probs), len(head)).scatter_(1, tokens, probs)
+        drawn_from.append(whole)
+        return torch.multinomial(probs, 1, generator=generator).squeeze(1)
+
+    drafts = _walk(drafter, states, anchor_ids, head, draw)
+    return drafts, torch.stack(drawn_from, 1)
+
+
+def _walk(
+    drafter: Drafter, states: Tensor, anchor_ids: Tensor, head: Tensor, choose: Choose
+) -> Tensor:
+    """Drafts int64 [M, D], slot after slot, each chosen by `choose`."""
+    states = states[:, 1 - drafter.shape.ahead :]
+    logits = widen(F.linear(states.to(head.dtype), head))
+    selector, markov = drafter.candidate_selector, drafter.markov_head
+    previous, drafts = anchor_ids, []
+    for slot in range(states.shape[1]):
+        tokens, scores = None, logits[:, slot]
+        if selector is not None:
+            scores, tokens = scores.topk(drafter.shape.selector_top_k)
+            scores = selector(states[:, slot], scores, tokens, previous)
+        elif markov is not None:
+            scores = scores + markov(previous)
+        previous = choose(tokens, scores)
+        if tokens is not None:
+            previous = tokens.gather(1, previous[:, None]).squeeze(1)
+        drafts.append(previous)
+    return torch.stack(drafts, 1)

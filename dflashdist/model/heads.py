@@ -1,7 +1,7 @@
 """The heads that variants put behind the drafter's states, and their losses.
 
 DFlash drafts all slots of a block independently; each variant lets a draft depend on the one
-before it, at the cost of a short walk over the slots when drafting (`drafting`):
+before it, at the cost of a short walk over the slots when drafting (`drafter`):
 
 - DFlash 2: the `CandidateSelector` chooses among the top candidates of a slot.
 - DSpark (2607.05147): the `MarkovHead` adds a low-rank bias to the logits of a slot, and the

@@ -9,16 +9,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflashdist.config import DrafterConfig, InputError
-from dflashdist.model.drafter import (
-    Drafter,
-    check_weights,
-    exact_weights,
-    read_shape,
-    read_weights,
-)
-from dflashdist.model.frozen import EMBEDDING, places_of
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import check_weights, exact_weights, read_shape, read_weights
 from dflashdist.model.layers import Layer
-from dflashdist.model.shape import PARTS, DrafterShape, target_file
+from dflashdist.model.shape import PARTS, DrafterShape
+from dflashdist.model.target_files import EMBEDDING, places_of, target_file
 
 log = logging.getLogger(__name__)
 

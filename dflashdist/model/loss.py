@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from dflashdist.config import InputError, LossConfig
 from dflashdist.model.blocks import block_ids, block_labels, slot_weights
 from dflashdist.model.drafter import Drafter
-from dflashdist.model.frozen import Frozen
 from dflashdist.model.heads import confidence_loss, selector_loss
 from dflashdist.model.objective import (
     Chunk,
@@ -26,6 +25,7 @@ from dflashdist.model.objective import (
     even_chunks,
 )
 from dflashdist.model.shape import DrafterShape
+from dflashdist.model.target_files import TargetTensors
 
 
 @dataclass
@@ -115,7 +115,9 @@ class DrafterLoss(nn.Module):
     neither reduced, nor moved, nor saved.
     """
 
-    def __init__(self, drafter: Drafter, frozen: Frozen, shape: DrafterShape, loss: LossConfig):
+    def __init__(
+        self, drafter: Drafter, frozen: TargetTensors, shape: DrafterShape, loss: LossConfig
+    ):
         """Raises InputError when the target's tensors do not fit the drafter."""
         super().__init__()
         expected = (shape.vocab_size, shape.hidden_size)

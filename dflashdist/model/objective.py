@@ -21,23 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflashdist.checks import SOFT
-from dflashdist.config import InputError
-
-# Keys of a target's config.json by which its logits are more than the head's product, unless 1.
-_RESCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-
-
-def check_plain_logits(target_config: dict[str, Any]) -> None:
-    """Raises InputError for a target whose distribution is not the softmax of its head's product.
-
-    `target_config`: its config.json.
-    """
-    for key in _RESCALED:
-        if target_config.get(key) not in (None, 1):
-            raise InputError(
-                f"loss.terms: the target rescales its logits ({key}={target_config[key]}), which "
-                "terms against its distribution do not do; train on ce alone"
-            )
 
 
 class Chunk(NamedTuple):

@@ -3,11 +3,11 @@ what its layers see."""
 
 import json
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from dflashdist.checks import FULL, SLIDING
 from dflashdist.config import DrafterConfig, InputError
+from dflashdist.model.target_files import check_supported, need
 
 # What a variant adds to the shape, by the names that config.json and the configuration share.
 PARTS = {
@@ -195,15 +195,15 @@ class DrafterShape:
         )
 
     def to_config(self, dtype: str) -> dict[str, Any]:
-        """The published config.json; see `published.write_config`."""
-        from dflashdist.model.published import write_config  # which reads this class
+        """The published config.json; see `config_json.write_config`."""
+        from dflashdist.model.config_json import write_config  # which reads this class
 
         return write_config(self, dtype)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DrafterShape":
-        """The shape in a drafter's config.json; see `published.read_config`."""
-        from dflashdist.model.published import read_config
+        """The shape in a drafter's config.json; see `config_json.read_config`."""
+        from dflashdist.model.config_json import read_config
 
         return read_config(config)
 
@@ -239,26 +239,6 @@ def check_layer_ids(ids: tuple[int, ...] | list[int], num_target_layers: int) ->
         raise InputError(f"drafter.target_layer_ids={list(ids)}: a layer is named twice")
 
 
-def check_supported(target_config: dict[str, Any]) -> None:
-    """Refuse targets that are not dense causal language models. Raises InputError."""
-    kind = target_config.get("model_type", "?")
-    for key in ("vision_config", "audio_config", "text_config"):
-        if target_config.get(key):
-            raise InputError(
-                f"target of type {kind} is multimodal ({key}): not supported yet; "
-                "take a text-only causal language model"
-            )
-    attention = {"full_attention", "sliding_attention", "chunked_attention"}
-    other = sorted(set(target_config.get("layer_types") or ()) - attention)
-    if other:
-        raise InputError(
-            f"target of type {kind} is a hybrid (layers of type {', '.join(other)}): not supported "
-            "yet; take one with attention in every layer"
-        )
-    if target_config.get("is_encoder_decoder"):
-        raise InputError(f"target of type {kind} has an encoder: take a causal language model")
-
-
 def check_sizes(target: str, target_config: dict[str, Any], shape: DrafterShape) -> None:
     """Hold a target's config.json to what a drafter was made for. Raises InputError."""
     for key, expected in (
@@ -273,59 +253,12 @@ def check_sizes(target: str, target_config: dict[str, Any], shape: DrafterShape)
             )
 
 
-def read_target_config(path: str, revision: str | None = None) -> dict[str, Any]:
-    """config.json of a target: a folder, or a name on the model hub.
-
-    Raises InputError when there is none, or it is not JSON.
-    """
-    file = target_file(path, "config.json", revision)
-    if file is None:
-        raise InputError(f"{path}: no config.json; target.path is a model's folder or hub name")
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise InputError(f"{file}: not JSON ({error})") from error
-
-
-def target_file(path: str, name: str, revision: str | None = None) -> Path | None:
-    """One file of a target, fetched from the hub if `path` is no folder; None where it has none.
-
-    Raises InputError when the target itself cannot be found.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise InputError(f"{path}: no such folder; target.path is a model's folder or hub name")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(path, name, revision=revision))
-    except LocalEntryNotFoundError as error:  # a kind of EntryNotFoundError that is none
-        raise InputError(
-            f"{path}: neither a folder nor in the cache, and no hub answers"
-        ) from error
-    except EntryNotFoundError:
-        return None
-    except Exception as error:  # network, rights, spelling: the library's first line says which
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise InputError(f"{path}: neither a folder nor found on the hub ({reason})") from error
-
-
 def layer_types(types: list[str] | None) -> tuple[str, ...]:
     """() where every layer has full attention. Raises InputError for any other kind of layer."""
     unknown = sorted(set(types or ()) - {FULL, SLIDING})
     if unknown:
         raise InputError(f"drafter layer_types {unknown}: supported are {FULL}, {SLIDING}")
     return tuple(types) if types and SLIDING in types else ()
-
-
-def need(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int):
-        raise InputError(f"config.json of type {config.get('model_type', '?')} has no {key}")
-    return value
 
 
 def rope_theta(config: dict[str, Any]) -> float:

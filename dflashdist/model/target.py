@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dflashdist.config import AUTO, InputError
-from dflashdist.model.shape import check_layer_ids, check_supported, read_target_config
+from dflashdist.model.shape import check_layer_ids
+from dflashdist.model.target_files import check_supported, read_target_config
 
 
 class Target:

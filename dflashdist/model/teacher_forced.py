@@ -4,7 +4,7 @@ Where the target wrote a text greedily, decoding it again is known in advance: t
 over a block agrees with the drafts up to the first that differs from the text. So one forward of
 the target over the row, and the drafts of every block that could start in an answer, give the
 numbers of the real loop (eval/decode.py), to the token. Blocks, masks and drafts are those of
-training and decoding: `Drafter.forward`, `blocks.block_ids`, `drafting.greedy_drafts`.
+training and decoding: `Drafter.forward`, `blocks.block_ids`, `drafter.greedy_drafts`.
 
 Of a text that the target did not write, the numbers are those of a target that would have.
 """
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from dflashdist.model.blocks import block_ids
-from dflashdist.model.drafter import Drafter
-from dflashdist.model.drafting import greedy_drafts, num_drafts
-from dflashdist.model.frozen import Frozen
+from dflashdist.model.drafter import Drafter, greedy_drafts, num_drafts
 from dflashdist.model.loss import DrafterBatch
+from dflashdist.model.target_files import TargetTensors
 
 _BLOCKS = 512  # drafted at once: as many as a training row has anchors
 
@@ -112,7 +111,7 @@ class AcceptanceSums:
 @torch.no_grad()
 def teacher_forced(
     drafter: Drafter,
-    frozen: Frozen,
+    frozen: TargetTensors,
     batch: DrafterBatch,
     *,
     end_ids: Collection[int] | None = None,
@@ -215,7 +214,7 @@ def _last(answer: Answer, limit: int | None) -> int:
 
 def _agreed(
     drafter: Drafter,
-    frozen: Frozen,
+    frozen: TargetTensors,
     batch: DrafterBatch,
     answers: Sequence[Answer],
     limits: Sequence[int | None],
@@ -249,7 +248,7 @@ def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor
 
 
 def _leading(
-    drafter: Drafter, frozen: Frozen, batch: DrafterBatch, anchors: Tensor, keep: Tensor
+    drafter: Drafter, frozen: TargetTensors, batch: DrafterBatch, anchors: Tensor, keep: Tensor
 ) -> Tensor:
     """Leading drafts of each block that equal the row's tokens, int64 [B, N]; past the row's end
     nothing does. 0 where keep is false."""

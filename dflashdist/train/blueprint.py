@@ -28,11 +28,10 @@ from dflashdist.config import (
 )
 from dflashdist.data.shards import TokenStore
 from dflashdist.model.blocks import default_gamma
-from dflashdist.model.drafting import num_drafts
-from dflashdist.model.frozen import target_fingerprint
+from dflashdist.model.drafter import num_drafts
 from dflashdist.model.initial import check_initial
-from dflashdist.model.objective import check_plain_logits
-from dflashdist.model.shape import DrafterShape, read_target_config
+from dflashdist.model.shape import DrafterShape
+from dflashdist.model.target_files import check_plain_logits, read_target_config, target_fingerprint
 from dflashdist.schedule.plan import Plan, Steps
 from dflashdist.schedule.stream import EVALUATION, Stream
 from dflashdist.train.checkpoint import Checkpoints, check_facts, read_facts

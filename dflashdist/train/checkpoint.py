@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 
 from dflashdist.config import CheckpointConfig, InputError
 from dflashdist.files import OLD, new_folder, put_in_place, remove, restore
-from dflashdist.model.drafter import AVERAGE, Drafter, save_drafter, save_tensors
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import AVERAGE, save_drafter, save_tensors
 from dflashdist.train.optim import Optimizer, WeightAverage
 
 log = logging.getLogger(__name__)

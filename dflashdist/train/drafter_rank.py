@@ -18,11 +18,10 @@ from dflashdist.cluster.transport import PointToPoint, Receiver
 from dflashdist.cluster.workqueue import WorkQueue
 from dflashdist.cluster.world import World
 from dflashdist.model.blocks import slot_weights
-from dflashdist.model.drafter import Drafter
-from dflashdist.model.drafting import num_drafts
-from dflashdist.model.frozen import Frozen
+from dflashdist.model.drafter import Drafter, num_drafts
 from dflashdist.model.initial import initialise
 from dflashdist.model.loss import DrafterBatch, DrafterLoss
+from dflashdist.model.target_files import TargetTensors
 from dflashdist.train.after_step import AfterStep
 from dflashdist.train.blueprint import Blueprint, target_dtype
 from dflashdist.train.checkpoint import load_training
@@ -55,7 +54,7 @@ def run_drafter_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
     config, health, shape = blueprint.config, world.health, blueprint.shape
     health.phase("load the drafter")
     assert config.target.path is not None
-    frozen = Frozen.load(
+    frozen = TargetTensors.load(
         config.target.path,
         revision=config.target.revision,
         dtype=target_dtype(config.target.dtype, world.device),
@@ -207,7 +206,7 @@ def connect(
     return source, (dispatcher, WorkQueue(world.clone_store(), health))
 
 
-def empty_batch(features: int, device: torch.device, frozen: Frozen) -> DrafterBatch:
+def empty_batch(features: int, device: torch.device, frozen: TargetTensors) -> DrafterBatch:
     """A batch with one dropped block: no loss, yet connected to every parameter."""
 
     def zeros(*shape: int, dtype: Any) -> Tensor:

@@ -21,9 +21,8 @@ from dflashdist.cluster.trace import Trace
 from dflashdist.config import Config, InputError
 from dflashdist.data.shards import TokenStore
 from dflashdist.files import whole_file
-from dflashdist.model.drafter import Drafter
-from dflashdist.model.drafting import num_drafts
-from dflashdist.model.frozen import Frozen
+from dflashdist.model.drafter import Drafter, num_drafts
+from dflashdist.model.target_files import TargetTensors
 from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 from dflashdist.schedule.plan import Plan
 from dflashdist.schedule.stream import Rounds, Stream
@@ -98,7 +97,7 @@ class Evaluator:
         self,
         stream: Stream,
         source: Source,
-        frozen: Frozen,
+        frozen: TargetTensors,
         drafters: dict[str, Drafter],
         *,
         drafter: int,

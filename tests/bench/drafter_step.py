@@ -31,10 +31,11 @@ from dflashdist.model.blocks import (
     draw_anchors,
     slot_weights,
 )
-from dflashdist.model.drafter import Drafter, save_drafter
-from dflashdist.model.frozen import Frozen
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import save_drafter
 from dflashdist.model.loss import DrafterBatch, DrafterLoss
 from dflashdist.model.shape import DrafterShape
+from dflashdist.model.target_files import TargetTensors
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Package:
         return loss.item(), gradients(self.model)
 
 
-def materials(size: Size) -> tuple[DrafterShape, Drafter, DrafterBatch, Frozen]:
+def materials(size: Size) -> tuple[DrafterShape, Drafter, DrafterBatch, TargetTensors]:
     """Random weights and one full micro-batch, the same for both sides."""
     shape = DrafterShape(
         hidden_size=size.hidden,
@@ -161,7 +162,7 @@ def materials(size: Size) -> tuple[DrafterShape, Drafter, DrafterBatch, Frozen]:
     )
     # Logits of size 1, as a trained model's: far larger ones would time denormal exponentials.
     table = torch.randn(2, size.vocab, size.hidden, generator=generator) * size.hidden**-0.5
-    return shape, drafter, batch, Frozen(table[0], table[1], torch.ones(size.hidden))
+    return shape, drafter, batch, TargetTensors(table[0], table[1], torch.ones(size.hidden))
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

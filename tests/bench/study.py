@@ -40,13 +40,12 @@ from dflashdist.data.collate import collate
 from dflashdist.data.prepare import prepare
 from dflashdist.data.shards import TokenStore
 from dflashdist.model.blocks import draw_anchors, pack, unpack
-from dflashdist.model.drafter import Drafter
-from dflashdist.model.drafting import num_drafts
-from dflashdist.model.frozen import Frozen
+from dflashdist.model.drafter import Drafter, num_drafts
 from dflashdist.model.initial import initialise
 from dflashdist.model.loss import DrafterBatch, DrafterLoss, LossSums
-from dflashdist.model.shape import DrafterShape, read_target_config
+from dflashdist.model.shape import DrafterShape
 from dflashdist.model.target import Target
+from dflashdist.model.target_files import TargetTensors, read_target_config
 from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 from dflashdist.schedule.plan import Plan
 from dflashdist.train.optim import build_optimizer, learning_rate, scale_and_clip, set_rate
@@ -164,7 +163,7 @@ def run(folder: Path, name: str, seed: int, seconds: float) -> dict[str, Any]:
     torch.set_num_threads(1)
     chat = ChatTokenizer.load(TARGET)
     shape = DrafterShape.from_target(read_target_config(TARGET), chat.length, config.drafter)
-    frozen, drafter = Frozen.load(TARGET), Drafter(shape)
+    frozen, drafter = TargetTensors.load(TARGET), Drafter(shape)
     initialise(
         drafter, config.drafter, TARGET, None, seed=seed, final_norm=frozen.final_norm.float()
     )
@@ -208,7 +207,7 @@ def run(folder: Path, name: str, seed: int, seconds: float) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure(
-    folder: Path, drafter: Drafter, frozen: Frozen, chat: ChatTokenizer
+    folder: Path, drafter: Drafter, frozen: TargetTensors, chat: ChatTokenizer
 ) -> dict[str, float]:
     """Acceptance length of greedy decoding on the held-out answers, pooled and mean."""
     states = States(folder / "heldout", drafter.shape.num_features)

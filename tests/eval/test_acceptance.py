@@ -18,9 +18,10 @@ from dflashdist.eval.equality import OutputsDiffer
 from dflashdist.eval.figure import draw_figure
 from dflashdist.eval.prompts import Prompt
 from dflashdist.eval.report import format_report
-from dflashdist.model.drafter import Drafter, save_drafter
-from dflashdist.model.frozen import target_fingerprint
-from dflashdist.model.shape import DrafterShape, read_target_config
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import save_drafter
+from dflashdist.model.shape import DrafterShape
+from dflashdist.model.target_files import read_target_config, target_fingerprint
 
 QUESTIONS = ["What does json.dumps do?", "What is it?", "Describe os.walk please.", "Why?"]
 

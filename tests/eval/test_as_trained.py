@@ -10,9 +10,9 @@ from variants import WORDS, target_of_few_words, variant_drafter
 from dflashdist.config import DrafterConfig, InputError
 from dflashdist.eval.as_trained import TrainingsCount, last_round
 from dflashdist.eval.decode import CachedTarget, Rule, decode_speculative
-from dflashdist.model.frozen import Frozen
-from dflashdist.model.shape import DrafterShape, read_target_config
+from dflashdist.model.shape import DrafterShape
 from dflashdist.model.target import Target
+from dflashdist.model.target_files import TargetTensors, read_target_config
 from dflashdist.model.teacher_forced import AcceptanceSums
 from dflashdist.train.evaluation import AVERAGED, RAW, RoundLog
 
@@ -33,7 +33,7 @@ def test_it_counts_what_is_decoded_by_the_parts_it_is_given(tmp_path):
     served = [AcceptanceSums.of_answer(a.emitted, a.offered, a.accepted, 3) for a in answers]
     assert AcceptanceSums.total(served, 3).part("accepted").min() > 0
 
-    own = Frozen.load(folder, dtype=torch.float64)
+    own = TargetTensors.load(folder, dtype=torch.float64)
 
     def counted(layers=LAYERS, frozen=None):
         tapped = Target(folder, layers, loaded=model)
@@ -44,8 +44,8 @@ def test_it_counts_what_is_decoded_by_the_parts_it_is_given(tmp_path):
     assert torch.equal(counted(), torch.stack([one.vector for one in served]))
     assert not torch.equal(counted(LAYERS[::-1]), counted())
     for wrong in (
-        Frozen(own.embedding, own.head.roll(1, 0), own.final_norm),
-        Frozen(own.embedding.roll(1, 0), own.head, own.final_norm),
+        TargetTensors(own.embedding, own.head.roll(1, 0), own.final_norm),
+        TargetTensors(own.embedding.roll(1, 0), own.head, own.final_norm),
     ):
         assert not torch.equal(counted(frozen=wrong), counted())
 

@@ -15,9 +15,9 @@ from dflashdist.eval.decode import (
 )
 from dflashdist.model.blocks import draw_anchors
 from dflashdist.model.drafter import Drafter
-from dflashdist.model.frozen import Frozen
 from dflashdist.model.loss import DrafterBatch, DrafterLoss
 from dflashdist.model.shape import DrafterShape
+from dflashdist.model.target_files import TargetTensors
 
 PROMPT = [5, 9, 2, 7, 11, 3]
 OTHERS = [[10, *PROMPT], [11, 4], [12, *PROMPT, *PROMPT], PROMPT]
@@ -69,7 +69,7 @@ def trained(model, target, shape):
     with torch.no_grad():
         target.prefill(ids.tolist(), 0)
     hidden = target.hidden().clone()
-    frozen = Frozen(target.embedding.detach(), target.head.detach(), model.model.norm.weight)
+    frozen = TargetTensors(target.embedding.detach(), target.head.detach(), model.model.norm.weight)
     loss = DrafterLoss(drafter, frozen, shape, LossConfig())
     mask = torch.ones_like(ids, dtype=torch.bool)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)

@@ -15,8 +15,9 @@ from dflashdist.config import DrafterConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.shards import TokenStoreWriter
 from dflashdist.eval.generate import load_model
-from dflashdist.model.drafter import save_drafter
-from dflashdist.model.shape import DrafterShape, read_target_config
+from dflashdist.model.drafter_folder import save_drafter
+from dflashdist.model.shape import DrafterShape
+from dflashdist.model.target_files import read_target_config
 
 
 @pytest.fixture(scope="module")

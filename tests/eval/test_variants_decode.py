@@ -7,10 +7,10 @@ from variants import CHANGES, WORDS, target_of_few_words, variant_drafter
 
 from dflashdist.config import DrafterConfig
 from dflashdist.eval.decode import CachedTarget, Rule, decode_plain, decode_speculative
-from dflashdist.model.drafting import num_drafts
-from dflashdist.model.frozen import Frozen
+from dflashdist.model.drafter import num_drafts
 from dflashdist.model.loss import DrafterBatch
 from dflashdist.model.shape import DrafterShape
+from dflashdist.model.target_files import TargetTensors
 from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 
 PROMPTS = [[first % 7, 3, 5, first % 3, 2, 6, 1][: 3 + first % 5] for first in range(24)]
@@ -52,7 +52,7 @@ def test_greedy_is_plain_and_is_counted_without_decoding(target, shape, name):
         target.last_states(ids)
         hidden = target.hidden()
     batch = DrafterBatch(ids, mask.bool(), hidden, nothing, nothing.bool(), torch.tensor(lengths))
-    frozen = Frozen(target.embedding, target.head, torch.ones(32))
+    frozen = TargetTensors(target.embedding, target.head, torch.ones(32))
     forced = teacher_forced(drafter, frozen, batch, max_new_tokens=24)
     # Counts are exact; the answers' own means are added in another order.
     torch.testing.assert_close(forced.vector, served.vector, atol=0, rtol=1e-14)

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from dflashdist.config import InputError
 from dflashdist.export.folder import export_drafter
-from dflashdist.model.drafter import Drafter, load_drafter, save_drafter
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import load_drafter, save_drafter
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

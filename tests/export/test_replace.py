@@ -11,7 +11,7 @@ from ranks import CONTEXT
 
 from dflashdist.config import InputError
 from dflashdist.export.folder import export_drafter
-from dflashdist.model.drafter import load_drafter
+from dflashdist.model.drafter_folder import load_drafter
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from dflashdist.config import EvaluateConfig, InputError
 from dflashdist.eval.acceptance import evaluate_drafters
 from dflashdist.export.folder import export_drafter
-from dflashdist.model.drafter import load_drafter, save_drafter, weights_digest
+from dflashdist.model.drafter_folder import load_drafter, save_drafter, weights_digest
 
 
 def test_card_shows_what_was_measured(checkpoint, reports, tmp_path):

@@ -18,8 +18,8 @@ from dflashdist.config import DrafterConfig
 from dflashdist.eval.decode import CachedTarget, Rule, decode_speculative
 from dflashdist.export.folder import export_drafter
 from dflashdist.model.blocks import block_ids
-from dflashdist.model.drafter import load_drafter, save_drafter
-from dflashdist.model.drafting import num_drafts
+from dflashdist.model.drafter import num_drafts
+from dflashdist.model.drafter_folder import load_drafter, save_drafter
 from dflashdist.model.shape import FULL, SLIDING, DrafterShape
 
 PACKAGE_FIX = "pip install --no-deps dflash==0.1.0"

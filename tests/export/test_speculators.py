@@ -11,8 +11,10 @@ from variants import CHANGES, variant_drafter
 from dflashdist.config import DrafterConfig, InputError
 from dflashdist.export.folder import export_drafter
 from dflashdist.model.blocks import block_ids
-from dflashdist.model.drafter import Drafter, save_drafter
-from dflashdist.model.shape import FULL, SLIDING, DrafterShape, read_target_config
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import save_drafter
+from dflashdist.model.shape import FULL, SLIDING, DrafterShape
+from dflashdist.model.target_files import read_target_config
 
 # What its readers would see otherwise: full layers beside causal ones, or causal themselves.
 REFUSED = {"one sliding layer", "causal", "causal sliding"}

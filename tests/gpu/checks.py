@@ -35,9 +35,9 @@ from dflashdist.model import attention
 from dflashdist.model.attention import BlockLayout, block_attention, dense_block_attention
 from dflashdist.model.blocks import draw_anchors
 from dflashdist.model.drafter import Drafter
-from dflashdist.model.frozen import Frozen
 from dflashdist.model.loss import DrafterBatch, DrafterLoss
 from dflashdist.model.shape import FULL, SLIDING, DrafterShape
+from dflashdist.model.target_files import TargetTensors
 from dflashdist.model.teacher_forced import teacher_forced
 
 
@@ -184,7 +184,7 @@ def rounds_after_training(device: str) -> str:
     drafter = Drafter(shape).to(device)
     drafter.reset_parameters("fan_in", seed=0)
     table = torch.randn(512, 128, device=device)
-    frozen = Frozen(table, table, drafter.norm.weight.detach())
+    frozen = TargetTensors(table, table, drafter.norm.weight.detach())
     module = DrafterLoss(drafter, frozen, shape, LossConfig())
     began = time.perf_counter()
     for rows, width, anchors in ((3, 256, 64), (1, 320, 40), (2, 384, 1), (1, 448, 1)):
@@ -214,7 +214,7 @@ def drafter_step(device: str) -> str:
         drafter = Drafter(shape)
         table = torch.randn(shape.vocab_size, shape.hidden_size, dtype=dtype) * 0.02
         head = torch.randn(shape.vocab_size, shape.hidden_size, dtype=dtype) * 0.02
-    frozen = Frozen(table, head, drafter.norm.weight.detach())
+    frozen = TargetTensors(table, head, drafter.norm.weight.detach())
     module = DrafterLoss(drafter, frozen, shape, LossConfig())
     ceiling = matmul_ceiling(device)
     print(f"  matrix-product ceiling {ceiling / 1e12:.1f} TFLOP/s ({dtype}, square)")

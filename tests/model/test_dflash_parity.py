@@ -5,7 +5,8 @@ import torch
 from rounding import EXACT, in_float64
 
 from dflashdist.model.blocks import block_ids
-from dflashdist.model.drafter import Drafter, save_drafter
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import save_drafter
 
 
 def parity_error(drafter: Drafter, folder, device: str = "cpu") -> float:

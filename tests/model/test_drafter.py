@@ -9,7 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dflashdist.config import InputError
-from dflashdist.model.drafter import Drafter, load_drafter, save_drafter
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import load_drafter, save_drafter
 
 PER_LAYER = [
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",

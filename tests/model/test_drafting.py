@@ -5,7 +5,7 @@ import torch
 from rounding import EXACT
 from variants import variant_drafter
 
-from dflashdist.model.drafting import greedy_drafts, num_drafts, sampled_drafts
+from dflashdist.model.drafter import greedy_drafts, num_drafts, sampled_drafts
 
 pytestmark = pytest.mark.usefixtures("float64")
 

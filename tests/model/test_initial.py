@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from variants import CHANGES, variant_drafter
 
 from dflashdist.config import DrafterConfig, InputError
-from dflashdist.model.drafter import Drafter, save_drafter
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import save_drafter
 from dflashdist.model.initial import check_initial, initialise
 
 

@@ -7,7 +7,7 @@ from rounding import EXACT
 from dflashdist.model import attention
 from dflashdist.model.blocks import block_ids
 from dflashdist.model.drafter import Drafter
-from dflashdist.model.frozen import Frozen
+from dflashdist.model.target_files import TargetTensors
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -23,17 +23,17 @@ def group_slots(request, monkeypatch):
     monkeypatch.setattr(attention, "_GROUP_SLOTS", request.param)
 
 
-def inputs(drafter: Drafter) -> tuple[torch.Tensor, torch.Tensor, Frozen]:
+def inputs(drafter: Drafter) -> tuple[torch.Tensor, torch.Tensor, TargetTensors]:
     """Random ids, hidden states and frozen tensors."""
     shape = drafter.shape
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 90, (2, WIDTH), generator=generator)
     hidden = torch.randn(2, WIDTH, shape.num_features * shape.hidden_size, generator=generator)
     table = torch.randn(shape.vocab_size, shape.hidden_size, generator=generator)
-    return ids, hidden, Frozen(table, table, torch.ones(shape.hidden_size))
+    return ids, hidden, TargetTensors(table, table, torch.ones(shape.hidden_size))
 
 
-def logits(drafter: Drafter, ids, hidden, frozen: Frozen, anchors=ANCHORS, keep=KEEP):
+def logits(drafter: Drafter, ids, hidden, frozen: TargetTensors, anchors=ANCHORS, keep=KEEP):
     """[B, N, block_size, V], on the drafter's device and back."""
     shape = drafter.shape
     device = drafter.norm.weight.device

@@ -7,7 +7,6 @@ from rounding import EXACT
 
 from dflashdist.config import InputError, LossConfig
 from dflashdist.model.blocks import block_ids, block_labels, draw_anchors, slot_weights
-from dflashdist.model.frozen import Frozen
 from dflashdist.model.loss import (
     DrafterBatch,
     DrafterLoss,
@@ -15,15 +14,16 @@ from dflashdist.model.loss import (
     _sums,
     sums_layout,
 )
+from dflashdist.model.target_files import TargetTensors
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def make_frozen(shape) -> Frozen:
+def make_frozen(shape) -> TargetTensors:
     generator = torch.Generator().manual_seed(11)
     embedding = torch.randn(shape.vocab_size, shape.hidden_size, generator=generator)
     head = torch.randn(shape.vocab_size, shape.hidden_size, generator=generator)
-    return Frozen(embedding, head, torch.ones(shape.hidden_size))
+    return TargetTensors(embedding, head, torch.ones(shape.hidden_size))
 
 
 def make_batch(shape, *, supervised: bool = True) -> DrafterBatch:
@@ -123,7 +123,7 @@ def test_the_loss_is_float32_and_its_sums_float64(shape, drafter):
     """Also of a target whose head is of bfloat16."""
     frozen, drafter = make_frozen(shape), drafter.float()
     for dtype in (torch.float32, torch.bfloat16):
-        of = Frozen(frozen.embedding.to(dtype), frozen.head.to(dtype), frozen.final_norm)
+        of = TargetTensors(frozen.embedding.to(dtype), frozen.head.to(dtype), frozen.final_norm)
         loss, vector = DrafterLoss(drafter, of, shape, LossConfig())(make_batch(shape))
         assert loss.dtype == torch.float32 and loss.dim() == 0 and vector.dtype == torch.float64
 
@@ -167,4 +167,4 @@ def test_only_the_drafter_is_registered(shape, drafter):
 def test_another_target_is_refused(shape, drafter):
     table = torch.zeros(50, shape.hidden_size)
     with pytest.raises(InputError, match=r"embedding is \(50, 32\)"):
-        DrafterLoss(drafter, Frozen(table, table, table[0]), shape, LossConfig())
+        DrafterLoss(drafter, TargetTensors(table, table, table[0]), shape, LossConfig())

@@ -11,10 +11,9 @@ from variants import variant_drafter
 
 from dflashdist.config import LossConfig
 from dflashdist.model.blocks import block_ids, block_labels, draw_anchors, draw_prefixes
-from dflashdist.model.drafter import Drafter
-from dflashdist.model.drafting import greedy_drafts
-from dflashdist.model.frozen import Frozen
+from dflashdist.model.drafter import Drafter, greedy_drafts
 from dflashdist.model.loss import DrafterBatch, DrafterLoss, LossSums
+from dflashdist.model.target_files import TargetTensors
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -23,10 +22,12 @@ ROWS = (4, 9)
 
 
 @pytest.fixture
-def frozen(shape) -> Frozen:
+def frozen(shape) -> TargetTensors:
     draw = torch.Generator().manual_seed(21)
     table = torch.randn(2, shape.vocab_size, shape.hidden_size, generator=draw)
-    return Frozen(table[0], table[1] * shape.hidden_size**-0.5, torch.ones(shape.hidden_size))
+    return TargetTensors(
+        table[0], table[1] * shape.hidden_size**-0.5, torch.ones(shape.hidden_size)
+    )
 
 
 def make_batch(shape, *, prefix: float | None = None) -> DrafterBatch:

@@ -18,10 +18,10 @@ from dflashdist.model.objective import (
     Scores,
     Teacher,
     block_chunks,
-    check_plain_logits,
     dpace_weights,
     even_chunks,
 )
+from dflashdist.model.target_files import check_plain_logits
 
 LN2, LN3 = math.log(2), math.log(3)
 SLOTS, HIDDEN, WORDS, RANK = 11, 6, 17, 3

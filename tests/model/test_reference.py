@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from dflashdist.config import LossConfig
 from dflashdist.model.drafter import Drafter
-from dflashdist.model.frozen import Frozen
 from dflashdist.model.loss import DrafterBatch, DrafterLoss, LossSums
 from dflashdist.model.shape import DrafterShape
+from dflashdist.model.target_files import TargetTensors
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -51,7 +51,7 @@ def reference_error(case: str, device: str = "cpu") -> tuple[float, float]:
         contiguous_only=False,
         chunk_size=7,  # several chunks, the last one partial
     )
-    frozen = Frozen(
+    frozen = TargetTensors(
         tensors["input.emb"].to(device), tensors["input.head"].to(device), torch.ones(sizes["H"])
     )
     module = DrafterLoss(drafter.to(device), frozen, shape, loss_config)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from dflashdist.config import DrafterConfig, InputError
-from dflashdist.model.shape import DrafterShape, default_layer_ids, read_target_config
+from dflashdist.model.shape import DrafterShape, default_layer_ids
+from dflashdist.model.target_files import read_target_config
 
 QWEN3_8B = {
     "model_type": "qwen3",

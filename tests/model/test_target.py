@@ -7,8 +7,8 @@ import torch
 from rounding import rounding
 
 from dflashdist.config import InputError
-from dflashdist.model.frozen import Frozen
 from dflashdist.model.target import Target
+from dflashdist.model.target_files import TargetTensors
 
 IDS = torch.randint(0, 99, (3, 20), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([20, 9, 1])
@@ -80,7 +80,7 @@ def test_last_state_of_a_tapped_last_layer(target_folder):
     """The tapped one is from before the final norm, the last one from after it."""
     hidden = Target(target_folder, [5], with_last=True).hidden_states(IDS[:1], LENGTHS[:1])
     before, after = hidden.chunk(2, -1)
-    weight = Frozen.load(target_folder).final_norm
+    weight = TargetTensors.load(target_folder).final_norm
     normed = torch.nn.functional.rms_norm(before, before.shape[-1:], weight, 1e-6)
     assert (normed - after).abs().max() < rounding(32, after.abs().max().item())
 
@@ -107,7 +107,7 @@ def test_dtype(target_folder):
 
 
 def test_frozen_tensors_are_the_models(target_folder, full_model):
-    frozen = Frozen.load(target_folder)
+    frozen = TargetTensors.load(target_folder)
     assert torch.equal(frozen.embedding, full_model.model.embed_tokens.weight)
     assert torch.equal(frozen.head, full_model.lm_head.weight)
     assert torch.equal(frozen.final_norm, full_model.model.norm.weight)

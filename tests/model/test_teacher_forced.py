@@ -14,10 +14,10 @@ from dflashdist.data.sources import Sources
 from dflashdist.eval.decode import CachedTarget, Rule, decode_speculative
 from dflashdist.model.blocks import draw_anchors
 from dflashdist.model.drafter import Drafter
-from dflashdist.model.frozen import Frozen
 from dflashdist.model.loss import DrafterBatch, DrafterLoss
-from dflashdist.model.shape import DrafterShape, read_target_config
+from dflashdist.model.shape import DrafterShape
 from dflashdist.model.target import Target
+from dflashdist.model.target_files import TargetTensors, read_target_config
 from dflashdist.model.teacher_forced import AcceptanceSums, find_answers, teacher_forced
 
 FOLDER = str(DEMO / "target")
@@ -54,7 +54,7 @@ def batch(chat):
 
 
 def frozen():
-    return Frozen.load(FOLDER, dtype=torch.float64)
+    return TargetTensors.load(FOLDER, dtype=torch.float64)
 
 
 def collated(rows):

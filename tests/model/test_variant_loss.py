@@ -10,8 +10,8 @@ from variants import CHANGES, variant_drafter
 
 from dflashdist.config import LossConfig
 from dflashdist.model.drafter import Drafter
-from dflashdist.model.frozen import Frozen
 from dflashdist.model.loss import DrafterBatch, DrafterLoss, LossSums
+from dflashdist.model.target_files import TargetTensors
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -40,7 +40,7 @@ def materials(shape, name: str, **settings):
         last=torch.randn(2, 24, shape.hidden_size, generator=generator),
     )
     config = LossConfig(chunk_size=5, contiguous_only=False, gamma=2.0, **settings)
-    frozen = Frozen(table, head, torch.ones(shape.hidden_size))
+    frozen = TargetTensors(table, head, torch.ones(shape.hidden_size))
     return DrafterLoss(drafter, frozen, drafter.shape, config), batch
 
 

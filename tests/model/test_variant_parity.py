@@ -8,8 +8,8 @@ from test_dflash_parity import parity_error
 from torch import nn
 from variants import CHANGES, variant_drafter
 
-from dflashdist.model.drafter import load_drafter, save_drafter
-from dflashdist.model.drafting import greedy_drafts, sampled_drafts
+from dflashdist.model.drafter import greedy_drafts, sampled_drafts
+from dflashdist.model.drafter_folder import load_drafter, save_drafter
 
 
 @pytest.fixture(autouse=True)

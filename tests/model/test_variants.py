@@ -11,9 +11,8 @@ from test_shape import QWEN3_8B
 from variants import CHANGES, variant_drafter
 
 from dflashdist.config import DrafterConfig, InputError
-from dflashdist.model.convolution import convolve
-from dflashdist.model.drafter import Drafter
-from dflashdist.model.drafting import greedy_drafts
+from dflashdist.model.drafter import Drafter, greedy_drafts
+from dflashdist.model.layers import convolve
 from dflashdist.model.shape import FULL, SLIDING, DrafterShape, Sight
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -13,7 +13,8 @@ from dflashdist.cluster.world import Place
 from dflashdist.config import Config, InputError, dump_config, load_config
 from dflashdist.data.shards import TokenStoreWriter
 from dflashdist.files import remove
-from dflashdist.model.drafter import Drafter, load_drafter
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import load_drafter
 from dflashdist.train.blueprint import Blueprint
 from dflashdist.train.checkpoint import load_training
 from dflashdist.train.optim import build_optimizer

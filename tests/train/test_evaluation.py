@@ -21,10 +21,10 @@ from dflashdist.data.collate import collate
 from dflashdist.data.shards import TokenStore, TokenStoreWriter
 from dflashdist.model.blocks import pack
 from dflashdist.model.drafter import Drafter
-from dflashdist.model.frozen import Frozen
 from dflashdist.model.loss import DrafterBatch
 from dflashdist.model.shape import DrafterShape
 from dflashdist.model.target import Target
+from dflashdist.model.target_files import TargetTensors
 from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 from dflashdist.schedule.stream import EVALUATION
 from dflashdist.train.blueprint import Blueprint
@@ -191,7 +191,7 @@ def test_the_numbers_are_teacher_forced_acceptance(colocated, overrides, tiny_ta
     assert plan.stream.rounds
     drafter = Drafter(plan.shape)
     drafter.load_state_dict(weights(colocated, STEPS))
-    frozen = Frozen.load(tiny_target)
+    frozen = TargetTensors.load(tiny_target)
     target = Target(tiny_target, plan.shape.target_layer_ids, dtype=torch.float32, device="cpu")
     held_out = TokenStore.open(Path(plan.store.path) / "validation")
     assert sorted(plan.stream.rounds.rows) == [n * HELD_OUT // MAX_ROWS for n in range(MAX_ROWS)]

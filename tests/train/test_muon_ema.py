@@ -14,7 +14,8 @@ from run_folder import assert_same_bits, scalars, weights
 from safetensors.torch import load_file
 
 from dflashdist.config import CheckpointConfig, InputError, OptimConfig, load_config
-from dflashdist.model.drafter import Drafter, load_drafter
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.drafter_folder import load_drafter
 from dflashdist.model.shape import DrafterShape
 from dflashdist.train.checkpoint import Checkpoints, load_training
 from dflashdist.train.optim import MuonAndAdamW, WeightAverage, build_optimizer, set_rate

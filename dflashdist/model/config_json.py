@@ -14,8 +14,8 @@ from dflashdist.model.shape import (
     DrafterShape,
     default_layer_ids,
     layer_types,
-    need,
 )
+from dflashdist.model.target_files import need
 
 ARCHITECTURES = {
     "dflash": "DFlashDraftModel",

@@ -38,7 +38,7 @@ def test_an_export_is_held_to_its_target(checkpoint, tiny_target, tmp_path):
 
 
 def test_an_export_in_the_other_layout_is_named(checkpoint, tmp_path):
-    from dflashdist.model.drafter import load_drafter
+    from dflashdist.model.drafter_folder import load_drafter
 
     out = export_drafter(checkpoint, tmp_path / "out", format="speculators")
     for read in (load_drafter, lambda folder: export_drafter(folder, tmp_path / "bad")):

@@ -8,7 +8,7 @@ from rounding import rounding
 from safetensors.torch import save_file
 
 from dflashdist.config import InputError
-from dflashdist.model.frozen import Frozen
+from dflashdist.model.target_files import TargetTensors
 
 TENSORS = {
     "model.embed_tokens.weight": torch.randn(6, 4),
@@ -35,7 +35,7 @@ def write(folder, tensors, *, shards: int = 1, **config) -> str:
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_untied(tmp_path, shards):
-    frozen = Frozen.load(write(tmp_path, TENSORS, shards=shards))
+    frozen = TargetTensors.load(write(tmp_path, TENSORS, shards=shards))
     assert torch.equal(frozen.embedding, TENSORS["model.embed_tokens.weight"])
     assert torch.equal(frozen.head, TENSORS["lm_head.weight"])
     assert torch.equal(frozen.final_norm, TENSORS["model.norm.weight"])
@@ -43,36 +43,36 @@ def test_untied(tmp_path, shards):
 
 
 def test_tied_by_configuration_ignores_a_stale_head(tmp_path):
-    frozen = Frozen.load(write(tmp_path, TENSORS, tie_word_embeddings=True))
+    frozen = TargetTensors.load(write(tmp_path, TENSORS, tie_word_embeddings=True))
     assert frozen.head is frozen.embedding
 
 
 def test_tied_by_absence(tmp_path):
     tensors = {n: t for n, t in TENSORS.items() if n != "lm_head.weight"}
-    frozen = Frozen.load(write(tmp_path, tensors))
+    frozen = TargetTensors.load(write(tmp_path, tensors))
     assert frozen.head is frozen.embedding
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_a_language_model_inside_a_larger_one(tmp_path, prefix):
     tensors = {n.replace("model.", prefix): t for n, t in TENSORS.items()}
-    frozen = Frozen.load(write(tmp_path, tensors))
+    frozen = TargetTensors.load(write(tmp_path, tensors))
     assert torch.equal(frozen.embedding, TENSORS["model.embed_tokens.weight"])
     assert torch.equal(frozen.final_norm, TENSORS["model.norm.weight"])
 
 
 def test_dtype(tmp_path):
-    frozen = Frozen.load(write(tmp_path, TENSORS), dtype=torch.bfloat16)
+    frozen = TargetTensors.load(write(tmp_path, TENSORS), dtype=torch.bfloat16)
     assert frozen.embedding.dtype == frozen.head.dtype == torch.bfloat16
 
 
 def test_what_is_missing_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match=r"no model\.safetensors"):
-        Frozen.load(str(tmp_path))
+        TargetTensors.load(str(tmp_path))
     save_file({"other": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"no tensor named model\.embed_tokens\.weight"):
-        Frozen.load(str(tmp_path))
+        TargetTensors.load(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["Gemma", "Gemma2", "Gemma3Text", "Qwen3"])
@@ -92,5 +92,5 @@ def test_the_final_norm_is_what_the_target_multiplies_by(tmp_path, name):
     states = torch.randn(3, 16)
     expected = model.model.norm(states) / torch.nn.functional.rms_norm(states, (16,), eps=1e-6)
     # Two norms of 16 squares, a product and a quotient, of weights up to 1.5.
-    difference = Frozen.load(str(tmp_path)).final_norm - expected
+    difference = TargetTensors.load(str(tmp_path)).final_norm - expected
     assert difference.abs().max() < rounding(16, 1.5)
