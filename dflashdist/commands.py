@@ -49,11 +49,25 @@ def run_prepare(options: argparse.Namespace) -> None:
         raise InputError("no source: name a file of conversations, a folder, or a data set")
     if not target or not out:
         raise InputError(f"{'--out' if target else '--target'} is missing")
+    refuse_target(target, config.target.revision)
     summary = prepare(
         sources, target, out, config.data, options.overwrite, config.target.revision,
         verify_all=options.verify == "all",
     )  # fmt: skip
     print(json.dumps(summary, indent=1) if options.json else format_summary(summary))
+
+
+def refuse_target(path: str, revision: str | None) -> None:
+    """Raise InputError now for a target that training would refuse after hours of preparation."""
+    from dflashdist.model.target_files import check_target, target_file
+
+    if target_file(path, "config.json", revision) is None:
+        print(
+            f"dflashdist: {path} has no config.json: whether it can be trained for is not checked",
+            file=sys.stderr,
+        )
+    else:
+        check_target(path, revision)
 
 
 def inspected(folder: str, row: int, target: str | None, config: Config) -> str:
@@ -73,6 +87,9 @@ def run_regenerate(options: argparse.Namespace) -> None:
     sources = sources or config.data.sources
     if not sources:
         raise InputError("no source: name a file of conversations, a folder, or a data set")
+    target = options.target or config.target.path
+    if target:
+        refuse_target(target, config.target.revision)
     data = config.data
     shared: dict[str, Any] = {
         "max_tokens": options.max_tokens, "limit": options.limit,
@@ -89,7 +106,6 @@ def run_regenerate(options: argparse.Namespace) -> None:
         from dflashdist.eval.generate import regenerate_locally
 
         refuse_ignored("--local", served)
-        target = options.target or config.target.path
         if not target:
             raise InputError("--local needs --target, the model that answers")
         counts = regenerate_locally(

@@ -54,7 +54,7 @@ class TargetTokenizer:
     @cached_property
     def length(self) -> int:
         """Token ids in use, added tokens included: the first embedding row past them is free."""
-        return 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())
+        return _length(self.tokenizer)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -90,14 +90,16 @@ def template_file(places: Iterable[Path], digest: str | None) -> Path | None:
 
 
 def _from_folder(folder: Path) -> TargetTokenizer | None:
-    """From tokenizer.json and the configs beside it; None where the embedding's size is not."""
+    """From tokenizer.json and the configs beside it; None where config.json does not say how large
+    the embedding is. A tokenizer without one is taken to fill it."""
     settings = _read_json(folder / "tokenizer_config.json")
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config") or {}
     vocab_size = config.get("vocab_size") or text_config.get("vocab_size")
-    if vocab_size is None:
+    if vocab_size is None and config:
         return None
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    vocab_size = vocab_size or _length(tokenizer)
     specials: dict[str, str] = {}
     for entries in (_read_json(folder / "special_tokens_map.json"), settings):
         for key, value in entries.items():
@@ -168,6 +170,10 @@ def _build(
     # What fills a row up is never looked at, so any valid id will do where none is named.
     pad = pad_id if pad_id is not None else next(iter(end_ids), 0)
     return TargetTokenizer(name, tokenizer, specials, templates, end_ids, pad, vocab_size)
+
+
+def _length(tokenizer: Tokenizer) -> int:
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dflashdist.config import AUTO, InputError
 from dflashdist.model.shape import check_layer_ids
-from dflashdist.model.target_files import check_supported, read_target_config
+from dflashdist.model.target_files import check_target
 
 
 class Target:
@@ -48,8 +48,7 @@ class Target:
         Raises InputError for ids that are not distinct layers, and for a hybrid, multimodal or
         otherwise unsupported model.
         """
-        config = read_target_config(path, revision)
-        check_supported(config)
+        config = check_target(path, revision)
         self.num_layers: int = config["num_hidden_layers"]
         check_layer_ids(tuple(layer_ids), self.num_layers)
         self.layer_ids, self.with_last = tuple(layer_ids), with_last

@@ -130,6 +130,21 @@ def read_target_config(path: str, revision: str | None = None) -> dict[str, Any]
         raise InputError(f"{file}: not JSON ({error})") from error
 
 
+def check_target(path: str, revision: str | None = None) -> dict[str, Any]:
+    """The config.json of a target that training takes, whatever the drafter's settings.
+
+    Raises InputError for one that it does not take, or that is not there.
+    """
+    config = read_target_config(path, revision)
+    try:
+        check_supported(config)
+        for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
+            need(config, key)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    return config
+
+
 def target_file(path: str, name: str, revision: str | None = None) -> Path | None:
     """One file of a target, fetched from the hub if `path` is no folder; None where it has none.
 

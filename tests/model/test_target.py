@@ -131,6 +131,8 @@ def test_unsupported_and_unknown_models_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="not supported yet"):
         Target(str(tmp_path), [1])
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x1", "num_hidden_layers": 2}))
+    sizes = {"hidden_size": 8, "num_attention_heads": 1, "vocab_size": 9}
+    config = {"model_type": "x1", "num_hidden_layers": 2} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="transformers cannot load"):
         Target(str(tmp_path), [1])
