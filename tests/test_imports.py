@@ -98,6 +98,15 @@ def test_modules_are_small_and_named():
         assert path.read_text() == "" or ast.get_docstring(ast.parse(path.read_text())), path
 
 
+def test_a_class_has_a_name_of_its_own():
+    places: dict[str, list[str]] = {}
+    for _, path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def loaded_by(statement: str) -> set[str]:
     """Top-level modules that are loaded after a statement in a fresh interpreter."""
     code = f"{statement}; import sys; print(' '.join({{n.split('.')[0] for n in sys.modules}}))"

@@ -21,7 +21,7 @@ from dflashdist.data.messages import NO_SUPERVISED, NOT_UNICODE, THINK
 from dflashdist.data.pieces import PieceEncoder
 from dflashdist.data.template import ChatTemplate, special_literals
 from dflashdist.data.tokenizer import DEFAULT, TargetTokenizer
-from dflashdist.data.turns import Answer, AnswerFinder, TrainingRow, Turns, assemble
+from dflashdist.data.turns import AnswerFinder, AnswerText, TrainingRow, Turns, assemble
 
 UNTAGGED = "no answer has generation tags"
 UNKNOWN_IDS = "token ids that the target's tokenizer does not have"
@@ -219,7 +219,7 @@ class ChatTokenizer:
         if not wanted:
             raise RowError(NO_SUPERVISED)
         inputs = self._template.inputs(messages, tools)
-        answers: list[Answer] = []
+        answers: list[AnswerText] = []
         for i in reversed(wanted):
             answer = self._answers.find(inputs, i, tools, messages[i].get("cut_off", False))
             if answer is not None:

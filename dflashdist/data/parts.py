@@ -52,7 +52,7 @@ Remark = tuple[int, str, str]  # conversation's number in the part, what or why,
 
 
 @dataclass(frozen=True)
-class Job:
+class PrepareJob:
     """What decides the parts beside the units; sent to every worker once."""
 
     folder: Path  # where the parts go
@@ -161,7 +161,9 @@ def part_path(folder: Path, index: int) -> Path:
     return folder / f"{index:06d}.npz"
 
 
-def make_parts(sources: Sources, job: Job, chat: ChatTokenizer, workers: int) -> Generator[Path]:
+def make_parts(
+    sources: Sources, job: PrepareJob, chat: ChatTokenizer, workers: int
+) -> Generator[Path]:
     """Make the parts that are not there yet; yields the path of every part in order.
 
     One worker, or a single unit, is done in this process.
@@ -194,7 +196,7 @@ def make_parts(sources: Sources, job: Job, chat: ChatTokenizer, workers: int) ->
 class PartMaker:
     """Makes parts, one after another."""
 
-    def __init__(self, job: Job, chat: ChatTokenizer) -> None:
+    def __init__(self, job: PrepareJob, chat: ChatTokenizer) -> None:
         self._job, self._chat = job, chat
         self._least = job.data.min_supervised
 
@@ -312,10 +314,10 @@ def _kind(row: Row) -> str:
 
 # In a worker process.
 
-_jobs: list[Job] = []  # the one that the worker was started for
+_jobs: list[PrepareJob] = []  # the one that the worker was started for
 
 
-def _pool(job: Job, workers: int) -> ProcessPoolExecutor:
+def _pool(job: PrepareJob, workers: int) -> ProcessPoolExecutor:
     """Workers that are started as they are needed. Spawned: a fork would copy locks of the
     tokenizer's threads.
     """
@@ -323,7 +325,7 @@ def _pool(job: Job, workers: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(job,))
 
 
-def _begin_worker(job: Job) -> None:
+def _begin_worker(job: PrepareJob) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a worker already
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -28,7 +28,7 @@ from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import Rejections
 from dflashdist.data.keys import Key, decisive, parts_key, repeatable, store_key
 from dflashdist.data.locate import refuse_inside
-from dflashdist.data.parts import Job, make_parts
+from dflashdist.data.parts import PrepareJob, make_parts
 from dflashdist.data.place import StorePlace
 from dflashdist.data.shards import META, TokenStore, TokenStoreWriter
 from dflashdist.data.sources import Source, Sources
@@ -90,7 +90,7 @@ def prepare(
     if recorded and not (place.partial / parts_key(key, described[0])).exists():
         chat, key = load(None)  # nothing to go on with: today's date
     jobs = [
-        Job(
+        PrepareJob(
             place.partial / parts_key(key, one), str(target), revision, chat.rendering["date"],
             chat.fingerprint, data, verify_all,
         )
@@ -158,7 +158,7 @@ def _reused(place: StorePlace, data: DataConfig) -> dict[str, Any]:
 
 def _write(
     place: StorePlace, key: Key, notes: dict[str, Any], chat: ChatTokenizer, read: list[Sources],
-    jobs: list[Job],
+    jobs: list[PrepareJob],
 ) -> None:  # fmt: skip
     """Write the complete and audited store beside its place."""
     data = jobs[0].data
@@ -192,7 +192,7 @@ def _write(
     write_audit(TokenStore.open(place.store), chat)
 
 
-def _gather(sources: Sources, job: Job, chat: ChatTokenizer) -> Gathered:
+def _gather(sources: Sources, job: PrepareJob, chat: ChatTokenizer) -> Gathered:
     """Make all parts, or stop as soon as too much is rejected. Raises InputError."""
     data, gathered, most = job.data, Gathered(), sources.max_rows
     parts = make_parts(sources, job, chat, data.workers or num_cores())
@@ -259,7 +259,7 @@ def _refuse_empty(goes: np.ndarray, data: DataConfig) -> None:
         )
 
 
-def _settings(job: Job, chat: ChatTokenizer) -> dict[str, Any]:
+def _settings(job: PrepareJob, chat: ChatTokenizer) -> dict[str, Any]:
     """What decided the rows of a store, beside the sources; training reads some of it."""
     return {
         "tokenizer_fingerprint": chat.tokenizer_fingerprint,
@@ -274,7 +274,7 @@ def _settings(job: Job, chat: ChatTokenizer) -> dict[str, Any]:
     }
 
 
-def _notes(job: Job, chat: ChatTokenizer) -> dict[str, Any]:
+def _notes(job: PrepareJob, chat: ChatTokenizer) -> dict[str, Any]:
     """Where the target and its template came from, which decides no row."""
     folder = Path(job.target).expanduser()
     return {

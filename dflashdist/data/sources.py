@@ -23,7 +23,7 @@ from tqdm import tqdm
 from dflashdist.config import InputError
 from dflashdist.data import readers
 from dflashdist.data.locate import Dataset, Source, locate, parse_source
-from dflashdist.data.units import UNIT_ROWS, Batches, BatchRows, Part, Payload, Quota, Unit, deal
+from dflashdist.data.units import UNIT_ROWS, BatchRows, Part, Payload, Quota, RowBatches, Unit, deal
 
 __all__ = ["Source", "Sources", "Unit", "parse_source"]
 
@@ -113,10 +113,10 @@ class Sources:
         """What `deal` takes."""
         batch_rows = max(1, UNIT_ROWS // quota.most)
         if isinstance(part, Dataset):
-            return Batches(part.name, part.batches(batch_rows))
+            return RowBatches(part.name, part.batches(batch_rows))
         if readers.is_parquet(part):
             batches = readers.parquet_batches(part, batch_rows)
-            return Batches(str(part), self._checked(part, batches))
+            return RowBatches(str(part), self._checked(part, batches))
         return self._checked(part, self._file_rows(part))
 
     def _file_rows(self, path: Path) -> Iterator[tuple[str, bytes]]:

@@ -63,7 +63,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerText:
     """One supervised answer as text."""
 
     prompt: str  # all that the target has read when it begins
@@ -91,7 +91,7 @@ class AnswerFinder:
         turn: int,
         tools: list[Any] | None,
         cut_off: bool = False,
-    ) -> Answer | None:
+    ) -> AnswerText | None:
         """The answer that message `turn` of a template's inputs is; None if it has no tags.
 
         Raises RowError.
@@ -124,7 +124,7 @@ class AnswerFinder:
             said = message["content"]
             said = said if text.rfind(said, 0, stop - len(end)) >= 0 else said.strip()
             stop, end = text.rfind(said, 0, stop - len(end)) + len(said), ""
-        return Answer(text[:start], text[start:stop], end, turn)
+        return AnswerText(text[:start], text[start:stop], end, turn)
 
     def _end_of_turn(self, text: str, first: int) -> tuple[int, str]:
         """Where the answer that begins at `first` stops, and its end token; "" if it has none.
@@ -165,7 +165,7 @@ class AnswerFinder:
 
 
 def assemble(
-    answers: Sequence[Answer], encoder: PieceEncoder, end_ids: Sequence[int]
+    answers: Sequence[AnswerText], encoder: PieceEncoder, end_ids: Sequence[int]
 ) -> list[TrainingRow]:
     """As few rows as hold the answers, in order. Raises RowError."""
     rows: list[_OpenRow] = []
@@ -204,7 +204,7 @@ class _OpenRow:
         self._answers: list[str] = []
         self._turns: list[int] = []
 
-    def surely_precedes(self, answer: Answer, encoder: PieceEncoder) -> bool:
+    def surely_precedes(self, answer: AnswerText, encoder: PieceEncoder) -> bool:
         """Whether the text alone shows that the answer's prompt begins with the row's ids."""
         return self._joined and self.end in encoder.cuts and answer.prompt.startswith(self.text)
 
@@ -212,7 +212,7 @@ class _OpenRow:
         self.ids = self.ids + between
         self._joined &= joined
 
-    def write(self, answer: Answer, ids: list[int]) -> None:
+    def write(self, answer: AnswerText, ids: list[int]) -> None:
         start, text = len(self.ids), answer.text
         self.ids = self.ids + ids
         self.text, self.end = answer.prompt + text, answer.end

@@ -58,7 +58,7 @@ class BatchRows:
 
 
 @dataclass(frozen=True)
-class Batches:
+class RowBatches:
     """A file or data set that is read in record batches."""
 
     name: str
@@ -92,7 +92,7 @@ class Quota:
         return -(-self._above // self._below)
 
 
-Part = Batches | Iterator[tuple[str, Payload]]
+Part = RowBatches | Iterator[tuple[str, Payload]]
 
 
 def deal(parts: Iterable[Part], quota: Quota) -> Iterator[list[tuple[str, Payload]] | BatchRows]:
@@ -102,7 +102,7 @@ def deal(parts: Iterable[Part], quota: Quota) -> Iterator[list[tuple[str, Payloa
     for part in parts:
         if not quota.left:
             break
-        if isinstance(part, Batches):
+        if isinstance(part, RowBatches):
             if pending:
                 yield pending
                 pending, size = [], 0
@@ -131,7 +131,7 @@ def payload_size(value: Any) -> int:
     return sum(map(payload_size, value)) if isinstance(value, list) else 8
 
 
-def _batch_rows(part: Batches, quota: Quota) -> Iterator[BatchRows]:
+def _batch_rows(part: RowBatches, quota: Quota) -> Iterator[BatchRows]:
     first = 0
     for batch in part.batches:
         all_rows = list(range(batch.num_rows))

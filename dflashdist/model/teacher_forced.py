@@ -156,7 +156,7 @@ def teacher_forced(
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerSpan:
     """Positions [first, stop) of a row, written by the target."""
 
     row: int
@@ -165,7 +165,7 @@ class Answer:
     ended: bool  # its last token ends a turn
 
 
-def find_answers(batch: DrafterBatch, end_ids: Collection[int]) -> list[Answer]:
+def find_answers(batch: DrafterBatch, end_ids: Collection[int]) -> list[AnswerSpan]:
     """The runs of supervised tokens, each up to its first end token. One that stops inside the row
     stopped at the end of a turn, whether or not `end_ids` knows that token."""
     lengths = batch.lengths.tolist()
@@ -177,12 +177,12 @@ def find_answers(batch: DrafterBatch, end_ids: Collection[int]) -> list[Answer]:
         run = ids[row][first:stop]
         end = next((i for i, token in enumerate(run, 1) if token in end_ids), None)
         ended = end is not None or stop < lengths[row]
-        answers.append(Answer(row, first, first + (end or len(run)), ended))
+        answers.append(AnswerSpan(row, first, first + (end or len(run)), ended))
     return answers
 
 
 def walk(
-    answer: Answer, agreed: dict[int, int], limit: int | None, num_drafts: int
+    answer: AnswerSpan, agreed: dict[int, int], limit: int | None, num_drafts: int
 ) -> AcceptanceSums:
     """Follow the passes of one answer: from each anchor to the bonus token, which is the next.
 
@@ -207,7 +207,7 @@ def walk(
     return AcceptanceSums.of_answer(emitted, offered, accepted, num_drafts)
 
 
-def _last(answer: Answer, limit: int | None) -> int:
+def _last(answer: AnswerSpan, limit: int | None) -> int:
     """Position of the last token that decoding emits."""
     return min(answer.stop, answer.first + (limit or answer.stop)) - 1
 
@@ -216,7 +216,7 @@ def _agreed(
     drafter: Drafter,
     frozen: TargetTensors,
     batch: DrafterBatch,
-    answers: Sequence[Answer],
+    answers: Sequence[AnswerSpan],
     limits: Sequence[int | None],
     blocks_at_once: int,
 ) -> list[dict[int, int]]:

@@ -29,7 +29,7 @@ from dflashdist.train.optim import (
     scale_and_clip,
     set_rate,
 )
-from dflashdist.train.sources import Source
+from dflashdist.train.sources import StateSource
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Job:
 
     model: DistributedDataParallel
     optimizer: Optimizer
-    source: Source
+    source: StateSource
     plan: Plan
     steps: Steps
     drafter: int  # this rank's index among the drafters

@@ -29,7 +29,7 @@ from dflashdist.train.drafter_loop import Job, TrainState, train
 from dflashdist.train.evaluation import AVERAGED, RAW, Evaluator
 from dflashdist.train.metrics import Clock
 from dflashdist.train.optim import WeightAverage, build_optimizer, loss_scale
-from dflashdist.train.sources import Batches, ComputedStates, ReceivedStates, Source
+from dflashdist.train.sources import Batches, ComputedStates, ReceivedStates, StateSource
 
 
 class Gradients:
@@ -161,7 +161,7 @@ def data_parallel(loss: nn.Module, world: World, gradients: Gradients) -> Distri
 
 def connect(
     blueprint: Blueprint, world: World, trace: Trace
-) -> tuple[Source, tuple[Dispatcher, WorkQueue] | None]:
+) -> tuple[StateSource, tuple[Dispatcher, WorkQueue] | None]:
     """The source of hidden states, and on rank 0 of a split job the dispatcher, started."""
     config, health, roles = blueprint.config, world.health, blueprint.roles
     batches = Batches(

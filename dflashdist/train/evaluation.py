@@ -26,7 +26,7 @@ from dflashdist.model.target_files import TargetTensors
 from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 from dflashdist.schedule.plan import Plan
 from dflashdist.schedule.stream import Rounds, Stream
-from dflashdist.train.sources import Source
+from dflashdist.train.sources import StateSource
 
 RAW, AVERAGED = "eval", "eval_ema"  # how metrics of the weights, and of their average, begin
 
@@ -96,7 +96,7 @@ class Evaluator:
     def __init__(
         self,
         stream: Stream,
-        source: Source,
+        source: StateSource,
         frozen: TargetTensors,
         drafters: dict[str, Drafter],
         *,

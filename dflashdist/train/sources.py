@@ -102,7 +102,7 @@ class Batches:
         return prefixes.to(self._device)
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """What the drafter loop sees."""
 
     def hidden_states(self, seq: int) -> DrafterBatch:

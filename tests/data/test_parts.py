@@ -18,7 +18,7 @@ from demo_files import TARGET
 from dflashdist.config import DataConfig, InputError
 from dflashdist.data import parts
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.data.parts import Job, Part, PartMaker, cut_length, make_parts, unusable
+from dflashdist.data.parts import Part, PartMaker, PrepareJob, cut_length, make_parts, unusable
 from dflashdist.data.place import StorePlace
 from dflashdist.data.prepare import prepare
 from dflashdist.data.sources import Sources, Unit
@@ -83,9 +83,9 @@ def running(pid: int) -> bool:
     return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def job(folder: Path, **data) -> Job:
+def job(folder: Path, **data) -> PrepareJob:
     chat = ChatTokenizer.load(TARGET)
-    return Job(folder, str(TARGET), None, None, chat.fingerprint, DataConfig(**data))
+    return PrepareJob(folder, str(TARGET), None, None, chat.fingerprint, DataConfig(**data))
 
 
 def test_workers_change_nothing(rows, reference, tmp_path):
@@ -201,7 +201,7 @@ def test_a_part_survives_the_disk(rows, tmp_path):
 
 
 def test_a_changed_target_is_noticed(tmp_path):
-    other = Job(tmp_path, str(TARGET), None, None, "0123", DataConfig())
+    other = PrepareJob(tmp_path, str(TARGET), None, None, "0123", DataConfig())
     with pytest.raises(InputError, match="changed while it was used"):
         other.load_chat()
 

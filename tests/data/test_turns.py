@@ -20,7 +20,7 @@ from dflashdist.data import turns as module
 from dflashdist.data.chat import UNTAGGED, ChatTokenizer
 from dflashdist.data.conversations import Conversation, RowError
 from dflashdist.data.messages import NO_SUPERVISED
-from dflashdist.data.turns import Answer, assemble
+from dflashdist.data.turns import AnswerText, assemble
 
 ASKED = {"role": "user", "content": "Why?"}
 SAID = {"role": "assistant", "content": "So."}
@@ -187,7 +187,7 @@ def test_answers_with_nothing_between_them_are_one_run(tmp_path):
     ]
 
 
-def literal(answers: list[Answer], chat: ChatTokenizer) -> list[tuple[list[int], list[int]]]:
+def literal(answers: list[AnswerText], chat: ChatTokenizer) -> list[tuple[list[int], list[int]]]:
     """The definition of rows, in whole encodings."""
     rows: list[tuple[list[int], list[int]]] = []
     for answer in answers:
