@@ -256,7 +256,7 @@ def run_evaluate(options: argparse.Namespace) -> None:
             "evaluate.prompts is not set: name a file of conversations or a token store, or builtin"
         )
     from dflashdist.cluster.world import Place, choose_device
-    from dflashdist.eval.equality import OutputsDiffer
+    from dflashdist.eval.cross_check import OutputsDiffer
     from dflashdist.eval.figure import check_figure, draw_figure
     from dflashdist.eval.prompts import chat_of, training_rows
     from dflashdist.eval.report import format_report, warnings_of

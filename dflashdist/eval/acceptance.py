@@ -1,9 +1,9 @@
 """Acceptance length of a drafter, by real speculative decoding of held-out prompts.
 
-Greedily, the outputs of both loops are held to the target's own choice token by token, always
-(equality.py); and the acceptance of the very text that was decoded is counted again by training's
-own code (as_trained.py): a drafter that trains at one acceptance length and serves at another
-cannot go unseen.
+Greedily, the outputs of both loops are held to the target's own choice token by token, always; and
+the acceptance of the very text that was decoded is counted again by training's own code
+(cross_check.py): a drafter that trains at one acceptance length and serves at another cannot go
+unseen.
 """
 
 import sys
@@ -19,19 +19,23 @@ from tqdm import tqdm
 from dflashdist.config import AUTO, EvaluateConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import RowError
-from dflashdist.eval.as_trained import TrainingsCount, last_round
+from dflashdist.eval.cross_check import (
+    Replayed,
+    TrainingsCount,
+    check_shares,
+    last_round,
+    replay,
+)
 from dflashdist.eval.decode import (
     CachedTarget,
     Decoded,
     Rule,
     decode_plain,
     decode_speculative,
-    is_looping,
 )
-from dflashdist.eval.equality import Replayed, check_shares, replay
-from dflashdist.eval.generate import load_model
+from dflashdist.eval.generate import is_looping, load_model
 from dflashdist.eval.prompts import Prompt, read_prompts
-from dflashdist.eval.report import Answer, make_report
+from dflashdist.eval.report import Comparison, make_report
 from dflashdist.model.drafter import Drafter, num_drafts
 from dflashdist.model.drafter_folder import STATE, load_drafter, read_provenance, weights_digest
 from dflashdist.model.shape import check_sizes
@@ -209,7 +213,7 @@ class _Run:
         self.drafter = drafter
         self.target = CachedTarget(model, drafter.shape.target_layer_ids)
         self.count: TrainingsCount | None = None  # of greedy answers
-        self.answers: list[Answer] = []
+        self.answers: list[Comparison] = []
         self.replayed = Replayed()
         self.seconds = 0.0
 
@@ -234,7 +238,7 @@ class _Run:
             self.replayed = sum(_single(found, fast), self.replayed)
             forced = self.count(ids, fast, rule)
         for (i, prompt), slow, one, counted in zip(batch, plain, fast, forced, strict=True):
-            answer = Answer(
+            answer = Comparison(
                 slow,
                 one,
                 capped=one.tokens[-1] not in rule.end_ids,

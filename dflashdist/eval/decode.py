@@ -1,24 +1,23 @@
 """Decoding: by the target alone, and by drafter and target together; greedy and sampled.
 
-Both loops run the same target through the same cache code (eval/cache.py), so that their token
-rates compare. Both are lossless: greedily, each token is the target's own argmax; sampled, each is
-drawn from the target's own distribution, by rejection sampling (2211.17192). DFlash, section 3.1.
+Both loops run the same target through the same cache, so that their token rates compare, and are
+lossless: greedily, each token is the target's own argmax; sampled, each is drawn from the target's
+own distribution, by rejection sampling (2211.17192). DFlash, section 3.1.
 
 Legend: M rows (answers that still go on), n tokens, D drafts a block, V vocabulary.
 """
 
 import inspect
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflashdist.eval.cache import KeyValueCache, attention_masks
+from dflashdist.config import InputError
 from dflashdist.model.drafter import Drafter, greedy_drafts, num_drafts, sampled_drafts
 from dflashdist.model.layers import widen
 
@@ -64,6 +63,103 @@ class Decoded:
         self.emitted.append(stop)
         self.offered.append(min(offered, stop) if ended else offered)
         self.accepted.append(min(len(tokens) - 1, stop))
+
+
+class KeyValueCache:
+    """Keys and values [rows, heads, capacity, D] of several sequences, each of its own length.
+
+    A forward is `begin(n)`, one `update` a layer, then `advance` with the tokens that each row
+    keeps of these n, counted from the first. What a row holds is decided by its length alone: a
+    token that was not kept lies after it, is seen by nobody (a key is visible to queries at or
+    after its position) and is overwritten by the next one. So nothing is ever cropped, and rows
+    that accept different numbers of drafts stay in one batch.
+
+    `update` is what transformers' attention layers call on a cache (5.17 to 5.24 and later); the
+    model gets masks and positions ready made, so nothing else of theirs is used.
+    """
+
+    def __init__(self, num_rows: int, capacity: int, device: str | torch.device) -> None:
+        self.lengths = [0] * num_rows  # tokens kept of each row; on the host, as decoding is
+        self._capacity, self.device = capacity, torch.device(device)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.begin(0)
+
+    def begin(self, num_tokens: int) -> Tensor:
+        """Positions of each row's next tokens, int64 [rows, num_tokens]."""
+        self._used = max(self.lengths, default=0) + num_tokens
+        assert self._used <= self._capacity, (self._used, self._capacity)
+        starts = torch.tensor(self.lengths, device=self.device)
+        self.positions = starts[:, None] + torch.arange(num_tokens, device=self.device)
+        self._rows = torch.arange(len(starts), device=self.device)[:, None]
+        return self.positions
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_ignored: Any, **_more: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write [rows, heads, n, D] at `positions`; returns `layer`. Further arguments are those of
+        some releases of transformers, of no use here."""
+        if layer_idx not in self._layers:
+            # Zeros: a value that no query sees is still multiplied, by 0, and must be finite.
+            self._layers[layer_idx] = (self._room(keys), self._room(values))
+        for stored, new in zip(self._layers[layer_idx], (keys, values), strict=True):
+            stored[self._rows, :, self.positions] = new.transpose(1, 2)
+        return self.layer(layer_idx)
+
+    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Views [rows, heads, used, D] of a layer, up to the end of the longest row."""
+        keys, values = self._layers[layer_idx]
+        return keys[:, :, : self._used], values[:, :, : self._used]
+
+    def advance(self, kept: Sequence[int]) -> None:
+        """Lengthen each row by the tokens kept of those last written."""
+        self.lengths = [n + more for n, more in zip(self.lengths, kept, strict=True)]
+        self._used = max(self.lengths)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows alone, in this order."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.device)
+        self._layers = {i: (k[index], v[index]) for i, (k, v) in self._layers.items()}
+        self.lengths = [self.lengths[row] for row in rows]
+        self._used = max(self.lengths, default=0)
+
+    def get_seq_length(self, _layer_idx: int = 0) -> int:
+        """Asked for by models that would otherwise make positions of their own."""
+        return max(self.lengths)
+
+    def visible(self, window: int | None = None) -> Tensor:
+        """bool [rows, 1, n, used]: which keys each of the n tokens sees: itself, those before it,
+        and of them only the last `window`, itself counted."""
+        query = self.positions[:, None, :, None]
+        key = torch.arange(self._used, device=self.device)
+        seen = key <= query
+        return seen if window is None else seen & (query - key < window)
+
+    def _room(self, like: Tensor) -> Tensor:
+        return like.new_zeros(like.shape[0], like.shape[1], self._capacity, like.shape[3])
+
+
+def attention_masks(config: Any, cache: KeyValueCache, dtype: torch.dtype) -> Any:
+    """The masks of a model's forward over the cache: one, or one for each type of its layers; of
+    the model's dtype where its eager attention adds them to the scores. Raises InputError for a
+    layer that is neither full nor sliding."""
+    window = getattr(config, "sliding_window", None)
+    types = set(getattr(config, "layer_types", None) or ())
+    if not types:  # of one kind, and sliding where there is a window
+        types = {"full_attention" if window is None else "sliding_attention"}
+    masks = {}
+    for name in types:
+        if name not in ("full_attention", "sliding_attention"):
+            raise InputError(
+                f"the target has layers of type {name}, which `evaluate` cannot decode with; "
+                "take one with full or sliding attention"
+            )
+        seen = cache.visible(window if name == "sliding_attention" else None)
+        if getattr(config, "_attn_implementation", "sdpa") == "eager":
+            lowest = torch.finfo(dtype).min
+            masks[name] = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, lowest)
+        else:
+            masks[name] = seen
+    return masks if len(masks) > 1 else masks.popitem()[1]
 
 
 class CachedTarget:
@@ -164,13 +260,6 @@ class DrafterContext:
         return torch.tensor(starts, device=self.cache.device)
 
 
-def parts(texts: Sequence[Sequence[int]], most: int = 16384) -> Iterator[slice]:
-    """Texts for one forward after the other, each of at most `most` padded tokens or of one text:
-    without a cache all of a layer's states exist at once."""
-    at_once = max(1, most // max(map(len, texts), default=1))
-    return (slice(i, i + at_once) for i in range(0, len(texts), at_once))
-
-
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:
     """Texts as one int64 [rows, longest], zeros on the right."""
     ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
@@ -217,9 +306,8 @@ def decode_speculative(
     room = rule.max_new_tokens + drafts_of_block  # of other rows' drafts after a row's end
     first = rule.pick(target.prefill(prompts, room)).tolist()
     answers = [Decoded([token]) for token in first]
-    lengths = target.cache.lengths
-    context = DrafterContext(drafter, len(prompts), max(lengths) + room, target.device)
-    context.append(target.hidden(), lengths)
+    context = DrafterContext(drafter, len(prompts), max(target.cache.lengths) + room, target.device)
+    context.append(target.hidden(), target.cache.lengths)
     began = _now(target.device)
     caches = [target.cache, context.cache]
     going = _going(answers, range(len(answers)), rule, caches)
@@ -286,21 +374,6 @@ def verify(
     # Where p and q are equal but for rounding, a rejection leaves nothing to draw from.
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p[rows, agreed])
     return agreed, _draw(rest, rule.generator)
-
-
-def is_looping(tokens: Sequence[int], max_period: int = 32) -> bool:
-    """Whether a piece of up to 32 tokens is said 3 times over (its last token may be missing).
-
-    A stretch of fewer than 12 tokens does not count: `a, a, a` is an answer.
-    """
-    values = np.asarray(tokens)
-    for period in range(1, min(max_period, len(values) // 3) + 1):
-        same = np.concatenate([[0], values[period:] == values[:-period], [0]])
-        breaks = np.flatnonzero(same == 0)
-        longest = int(np.diff(breaks).max()) - 1  # tokens that equal the one a period before
-        if longest >= max(2 * period - 1, 12 - period):
-            return True
-    return False
 
 
 def _going(

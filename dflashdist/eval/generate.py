@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,6 +94,21 @@ class GreedyBatch:
             ids[i, width - len(prompt) :] = torch.tensor(prompt)
             mask[i, width - len(prompt) :] = 1
         return ids.to(self.device), mask.to(self.device)
+
+
+def is_looping(tokens: Sequence[int], max_period: int = 32) -> bool:
+    """Whether a piece of up to 32 tokens is said 3 times over (its last token may be missing).
+
+    A stretch of fewer than 12 tokens does not count: `a, a, a` is an answer.
+    """
+    values = np.asarray(tokens)
+    for period in range(1, min(max_period, len(values) // 3) + 1):
+        same = np.concatenate([[0], values[period:] == values[:-period], [0]])
+        breaks = np.flatnonzero(same == 0)
+        longest = int(np.diff(breaks).max()) - 1  # tokens that equal the one a period before
+        if longest >= max(2 * period - 1, 12 - period):
+            return True
+    return False
 
 
 def encodes_back(

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflashdist.eval.cross_check import equal_tokens
 from dflashdist.eval.decode import Decoded
-from dflashdist.eval.equality import equal_tokens
 from dflashdist.model.teacher_forced import AcceptanceSums
 
 SAMPLES = 2000  # of the bootstrap: the ends of an interval move by about 2 % of its width
@@ -41,7 +41,7 @@ PARTED_ANSWERS, PARTED_TOKENS = 0.2, 0.01
 
 
 @dataclass(frozen=True)
-class Answer:
+class Comparison:
     """A prompt decoded both ways."""
 
     plain: Decoded
@@ -55,7 +55,7 @@ class Answer:
 
 
 def make_report(
-    answers: Sequence[Answer],
+    answers: Sequence[Comparison],
     num_drafts: int,
     seconds: tuple[float, float],
     seed: int,
@@ -65,7 +65,7 @@ def make_report(
     """Everything of one drafter; `seconds` of the plain and of the speculative loop. `greedy`: the
     two loops' answers are of the same tokens, but for those that part at a tie."""
 
-    def both(some: Sequence[Answer]) -> dict[str, Any]:
+    def both(some: Sequence[Comparison]) -> dict[str, Any]:
         clean = [answer for answer in some if not (answer.capped or answer.looping)]
         return {
             "all": acceptance(some, num_drafts, seed),
@@ -95,7 +95,7 @@ def make_report(
     }
 
 
-def acceptance(answers: Sequence[Answer], num_drafts: int, seed: int) -> dict[str, Any]:
+def acceptance(answers: Sequence[Comparison], num_drafts: int, seed: int) -> dict[str, Any]:
     """Acceptance length of some answers, pooled and mean, and by position in the block.
 
     `position_acceptance[k-1]`: of the passes that offered a k-th draft before the answer's end,
@@ -230,22 +230,24 @@ def _equality(report: dict[str, Any]) -> str:
     )
 
 
-def _groups(answers: Iterable[Answer], key: Callable[[Answer], Any]) -> dict[Any, list[Answer]]:
-    groups: dict[Any, list[Answer]] = {}
+def _groups(
+    answers: Iterable[Comparison], key: Callable[[Comparison], Any]
+) -> dict[Any, list[Comparison]]:
+    groups: dict[Any, list[Comparison]] = {}
     for answer in answers:
         groups.setdefault(key(answer), []).append(answer)
     return groups
 
 
 def _by_prompt(
-    answers: Iterable[Answer], num_drafts: int, counted: Callable[[Answer], Any]
+    answers: Iterable[Comparison], num_drafts: int, counted: Callable[[Comparison], Any]
 ) -> list[AcceptanceSums]:
     """The sums of each prompt, its turns together."""
     prompts = _groups(answers, lambda answer: answer.prompt).values()
     return [AcceptanceSums.total(map(counted, turns), num_drafts) for turns in prompts]
 
 
-def _sums(answer: Answer, num_drafts: int) -> AcceptanceSums:
+def _sums(answer: Comparison, num_drafts: int) -> AcceptanceSums:
     one = answer.speculative
     return AcceptanceSums.of_answer(one.emitted, one.offered, one.accepted, num_drafts)
 
@@ -272,7 +274,7 @@ def _known(values: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def _teacher_forced(answers: Sequence[Answer], num_drafts: int, seed: int) -> dict[str, Any]:
+def _teacher_forced(answers: Sequence[Comparison], num_drafts: int, seed: int) -> dict[str, Any]:
     """Acceptance length of the same texts by training's code, and decoding's as a share of it."""
     counted = [answer for answer in answers if answer.teacher_forced is not None]
     served = _by_prompt(counted, num_drafts, lambda answer: _sums(answer, num_drafts))
@@ -294,7 +296,7 @@ def _teacher_forced(answers: Sequence[Answer], num_drafts: int, seed: int) -> di
     }
 
 
-def _speed(answers: Sequence[Answer], seconds: tuple[float, float]) -> dict[str, float]:
+def _speed(answers: Sequence[Comparison], seconds: tuple[float, float]) -> dict[str, float]:
     """Tokens a second after the prefill of both loops, of all answers together."""
     tokens = [sum(sum(a.plain.emitted) for a in answers), 0]
     tokens[1] = sum(sum(a.speculative.emitted) for a in answers)

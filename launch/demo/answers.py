@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import Message
-from dflashdist.eval.decode import is_looping
-from dflashdist.eval.generate import GreedyBatch, encodes_back, load_model
+from dflashdist.eval.generate import GreedyBatch, encodes_back, is_looping, load_model
 
 TARGET = Path(__file__).parent / "target"
 MAX_NEW_TOKENS = 128

@@ -10,7 +10,8 @@ import torch
 from answers import MAX_NEW_TOKENS, TARGET, Answerer, answered, write_gzip
 
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.eval.decode import CachedTarget, Rule, decode_plain, is_looping
+from dflashdist.eval.decode import CachedTarget, Rule, decode_plain
+from dflashdist.eval.generate import is_looping
 
 
 def talk(i: int) -> list[dict[str, str]]:

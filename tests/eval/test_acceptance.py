@@ -13,8 +13,8 @@ from dflashdist.config import DrafterConfig, EvaluateConfig, InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.eval import decode
 from dflashdist.eval.acceptance import _follow_ups, _memory, evaluate_drafters
+from dflashdist.eval.cross_check import OutputsDiffer
 from dflashdist.eval.decode import Decoded
-from dflashdist.eval.equality import OutputsDiffer
 from dflashdist.eval.figure import draw_figure
 from dflashdist.eval.prompts import Prompt
 from dflashdist.eval.report import format_report

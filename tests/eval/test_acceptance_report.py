@@ -8,13 +8,13 @@ import pytest
 from dflashdist.config import InputError
 from dflashdist.eval.decode import Decoded
 from dflashdist.eval.figure import draw_figure, make_figure
-from dflashdist.eval.report import Answer, acceptance, format_report, make_report, warnings_of
+from dflashdist.eval.report import Comparison, acceptance, format_report, make_report, warnings_of
 from dflashdist.model.teacher_forced import AcceptanceSums
 
 
 def answer(emitted, accepted, offered, **more):
     decoded = Decoded([0] * (1 + sum(emitted)), emitted, offered, accepted)
-    return Answer(decoded, decoded, **{"capped": False, "looping": False} | more)
+    return Comparison(decoded, decoded, **{"capped": False, "looping": False} | more)
 
 
 ANSWERS = [
@@ -197,7 +197,7 @@ def test_ties_are_counted_and_many_are_told():
         other = [*tokens[:at], *(token + 1 for token in tokens[at:])]
         fast = Decoded(other, [19], [19], [18])
         slow = Decoded(tokens, [1] * 19, [0] * 19, [0] * 19)
-        return Answer(slow, fast, capped=False, looping=False, prompt_length=9)
+        return Comparison(slow, fast, capped=False, looping=False, prompt_length=9)
 
     def reported(*places):
         return TOLD | make_report([parting(at) for at in places], 20, (2.0, 0.5), seed=0)

@@ -6,8 +6,7 @@ import torch
 from rounding import rounding
 
 from dflashdist.config import InputError
-from dflashdist.eval.cache import KeyValueCache, attention_masks
-from dflashdist.eval.decode import CachedTarget
+from dflashdist.eval.decode import CachedTarget, KeyValueCache, attention_masks
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,

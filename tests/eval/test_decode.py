@@ -10,9 +10,9 @@ from dflashdist.eval.decode import (
     Rule,
     decode_plain,
     decode_speculative,
-    is_looping,
     verify,
 )
+from dflashdist.eval.generate import is_looping
 from dflashdist.model.blocks import draw_anchors
 from dflashdist.model.drafter import Drafter
 from dflashdist.model.loss import DrafterBatch, DrafterLoss

@@ -13,11 +13,12 @@ from rounding import in_float64
 from dflashdist.config import InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import parse_row
-from dflashdist.eval.decode import CachedTarget, Rule, decode_plain, is_looping
+from dflashdist.eval.decode import CachedTarget, Rule, decode_plain
 from dflashdist.eval.generate import (
     GreedyBatch,
     LocalAnswerer,
     encodes_back,
+    is_looping,
     load_model,
     regenerate_locally,
 )

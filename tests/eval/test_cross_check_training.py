@@ -8,7 +8,7 @@ from rounding import in_float64
 from variants import WORDS, target_of_few_words, variant_drafter
 
 from dflashdist.config import DrafterConfig, InputError
-from dflashdist.eval.as_trained import TrainingsCount, last_round
+from dflashdist.eval.cross_check import TrainingsCount, last_round
 from dflashdist.eval.decode import CachedTarget, Rule, decode_speculative
 from dflashdist.model.shape import DrafterShape
 from dflashdist.model.target import Target

@@ -10,8 +10,15 @@ from variants import target_of_few_words
 
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.eval.acceptance import steady_positions
-from dflashdist.eval.decode import CachedTarget, Decoded, Rule, decode_plain, parts
-from dflashdist.eval.equality import OutputsDiffer, Replayed, check_shares, equal_tokens, replay
+from dflashdist.eval.cross_check import (
+    OutputsDiffer,
+    Replayed,
+    check_shares,
+    equal_tokens,
+    parts,
+    replay,
+)
+from dflashdist.eval.decode import CachedTarget, Decoded, Rule, decode_plain
 
 PROMPTS = [[3, 5, 2, 6], [1, 4], [6, 6, 1, 2, 5]]
 RULE = Rule(24, end_ids=(0,))
