@@ -92,10 +92,14 @@ def run_regenerate(options: argparse.Namespace) -> None:
         refuse_target(target, config.target.revision)
     data = config.data
     shared: dict[str, Any] = {
-        "max_tokens": options.max_tokens, "limit": options.limit,
-        "format": data.format, "fields": data.fields,
+        "limit": options.limit, "format": data.format, "fields": data.fields,
     }  # fmt: skip
-    from dflashdist.regenerate.run import failed_path, format_counts, refuse_ignored
+    from dflashdist.regenerate.run import (
+        failed_path,
+        format_counts,
+        refuse_ignored,
+        regenerate,
+    )
 
     served = {
         "--base-url": options.base_url, "--model": options.model, "--extra": options.extra,
@@ -112,10 +116,10 @@ def run_regenerate(options: argparse.Namespace) -> None:
             sources, options.out, target=target, batch_size=options.batch_size or 64,
             device=config.train.device, dtype=config.target.dtype, revision=config.target.revision,
             template=data.template, template_settings=data.template_settings, date=data.date,
-            **shared,
+            max_tokens=options.max_tokens, **shared,
         )  # fmt: skip
     else:
-        from dflashdist.regenerate.server import WAIT_SECONDS, regenerate_by_server
+        from dflashdist.regenerate.server import MOST_CONNECTIONS, WAIT_SECONDS, ServerAnswerer
 
         if not options.base_url or not options.model:
             raise InputError("name the server by --base-url and --model, or pass --local --target")
@@ -128,12 +132,15 @@ def run_regenerate(options: argparse.Namespace) -> None:
             raise InputError(f"--extra {options.extra}: not JSON ({error})") from error
         if not isinstance(extra, dict):
             raise InputError(f"--extra {options.extra}: must be a JSON object")
-        counts = regenerate_by_server(
-            sources, options.out, base_url=options.base_url, model=options.model,
-            concurrency=32 if options.concurrency is None else options.concurrency,
-            temperature=options.temperature or 0.0, stream=not options.no_stream, extra=extra,
-            wait=WAIT_SECONDS if options.wait is None else options.wait, **shared,
+        concurrency = 32 if options.concurrency is None else options.concurrency
+        if concurrency > MOST_CONNECTIONS:
+            raise InputError(f"--concurrency {concurrency}: at most {MOST_CONNECTIONS}")
+        answerer = ServerAnswerer(
+            options.base_url, options.model, temperature=options.temperature or 0.0,
+            max_tokens=options.max_tokens, stream=not options.no_stream, extra=extra,
+            wait=WAIT_SECONDS if options.wait is None else options.wait,
         )  # fmt: skip
+        counts = regenerate(sources, options.out, answerer, concurrency=concurrency, **shared)
     print(json.dumps(counts, indent=1) if options.json else format_counts(counts))
     if counts["failed"]:
         print(

@@ -16,17 +16,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from dflashdist.config import AUTO, InputError
+from dflashdist.config import InputError
 from dflashdist.data.conversations import Message, RowError
 from dflashdist.data.messages import EMPTY_ANSWER, NOT_UNICODE, read_message
-from dflashdist.data.sources import Source
 from dflashdist.regenerate.replay import LENGTH, AnswerError, spell
-from dflashdist.regenerate.run import regenerate
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds; doubled in between
 CONNECT_SECONDS = 15.0
@@ -43,35 +40,7 @@ MISCONFIGURED = {
 }
 REFUSALS = 20  # before anything was answered, end the run
 FINISHED = ("stop", "tool_calls", "function_call")
-MAX_CONCURRENCY = 1000  # connections that the client holds
-
-
-def regenerate_by_server(
-    sources: Sequence[str | Path | Source],
-    out: str | Path,
-    *,
-    base_url: str,
-    model: str,
-    concurrency: int = 32,
-    temperature: float = 0.0,
-    max_tokens: int = 2048,
-    stream: bool = True,
-    extra: Mapping[str, Any] | None = None,
-    wait: float = WAIT_SECONDS,
-    limit: int | None = None,
-    format: str = AUTO,
-    fields: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """`dflashdist regenerate`: see `regenerate` and `ServerAnswerer` for arguments and errors."""
-    if concurrency > MAX_CONCURRENCY:
-        raise InputError(f"concurrency={concurrency}: at most {MAX_CONCURRENCY} requests at a time")
-    answerer = ServerAnswerer(
-        base_url, model, temperature=temperature, max_tokens=max_tokens, stream=stream, extra=extra,
-        wait=wait,
-    )  # fmt: skip
-    return regenerate(
-        sources, out, answerer, concurrency=concurrency, limit=limit, format=format, fields=fields
-    )
+MOST_CONNECTIONS = 1000  # that the client holds
 
 
 class Incomplete(Exception):

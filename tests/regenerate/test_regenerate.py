@@ -25,7 +25,7 @@ from dflashdist.regenerate.run import (
     refuse_ignored,
     regenerate,
 )
-from dflashdist.regenerate.server import ServerAnswerer, regenerate_by_server
+from dflashdist.regenerate.server import ServerAnswerer
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
@@ -241,10 +241,9 @@ def test_turns_are_replayed_with_the_targets_own_answers(server, tmp_path, out, 
     ]  # fmt: skip
     source = write(tmp_path / "in.jsonl", [talk])
     extra = {"chat_template_kwargs": {"enable_thinking": False}}
-    counts = regenerate_by_server(
-        [str(source)], out, base_url=server.url, model="m", stream=stream, extra=extra,
-        temperature=0.5, max_tokens=77,
-    )  # fmt: skip
+    counts = ask(
+        server, str(source), out, stream=stream, extra=extra, temperature=0.5, max_tokens=77
+    )
     assert numbers(counts) == [1, 1, 0, 0, 0]
     [row] = rows_of(out)
     system, said = (
@@ -706,19 +705,23 @@ def test_no_quota_ends_the_run(server, tmp_path, out):
         answerer._judge(error)
 
 
-def test_settings_that_cannot_be(tmp_path, out):
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (["--base-url", "localhost:8000"], "http://HOST:PORT/v1"),
+        (["--concurrency", "0"], "concurrency=0"),
+        (["--concurrency", "2000"], "at most 1000"),
+        (["--max-tokens", "0"], "max_tokens=0"),
+        (["--temperature", "-1"], "temperature=-1.0"),
+        (["--wait", "-1"], "wait=-1.0"),
+        (["--limit", "0"], "limit=0"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path, out, capsys, change, told):
     source = write(tmp_path / "in.jsonl", questions(1))
-    for change, told in (
-        ({"base_url": "localhost:8000"}, "http://HOST:PORT/v1"),
-        ({"concurrency": 0}, "concurrency=0"),
-        ({"concurrency": 2000}, "at most 1000"),
-        ({"max_tokens": 0}, "max_tokens=0"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"limit": 0}, "limit=0"),
-    ):
-        arguments = {"base_url": "http://127.0.0.1:1/v1", "model": "m"} | change
-        with pytest.raises(InputError, match=told):
-            regenerate_by_server([source], out, **arguments)
+    command = ["regenerate", str(source), "--out", str(out), "--model", "m"]
+    assert main([*command, "--base-url", "http://127.0.0.1:1/v1", *change]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_out_is_none_of_the_sources(server, tmp_path):
