@@ -58,9 +58,9 @@ class DataConfig:
 class ScheduleConfig:
     """How rows become micro-batches (schedule/)."""
 
-    max_tokens: int = 16384  # padded tokens a micro-batch: the target's budget
-    max_anchors: int = 3072  # anchors a micro-batch: the drafters' budget
-    num_buckets: int = 3  # at most; fewer where min_share leaves room for fewer
+    max_tokens: int = 18432  # padded tokens a micro-batch: the target's budget
+    max_anchors: int = 3072  # padded anchors a micro-batch (rows x most): the drafters' budget
+    num_buckets: int = 4  # at most; fewer where min_share leaves room for fewer
     # Of the micro-batches, what each bucket has at least; auto = 2 / W, which puts every bucket in
     # every step of W micro-batches.
     min_share: str = AUTO

@@ -12,7 +12,7 @@ def log_normal(seed, num_rows=30_000, median=700.0, sigma=1.0):
     return _cut(lengths, draw.beta(4, 2, num_rows))
 
 
-def mixture(seed, num_rows=20_000):
+def mixture(seed, num_rows=40_000):
     """Short questions, answers of some length, and a tail of long documents."""
     draw = np.random.default_rng(seed)
     kinds = ((0.6, 180, 0.5), (0.35, 900, 0.4), (0.05, 4000, 0.4))

@@ -27,7 +27,7 @@ from dflashdist.config import InputError, ScheduleConfig
 from dflashdist.schedule.buckets import (
     Budget,
     Cells,
-    choose_edges,
+    choose_buckets,
     given_edges,
     lay_cells,
     row_anchors,
@@ -53,7 +53,7 @@ class MicroBatch:
     width: int  # tokens each row is padded to: the longest, rounded up to the grid
     num_tokens: int  # real tokens
     num_anchors: int
-    cost: int  # planned drafter cost: 5 x (anchors x block size + 0.2 x padded tokens)
+    cost: int  # planned drafter cost: 5 x (padded anchors x block size + 0.2 x padded tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +68,7 @@ class Epoch:
     padded_tokens: np.ndarray  # rows x width
     num_tokens: np.ndarray
     num_anchors: np.ndarray
+    padded_anchors: np.ndarray  # rows x most anchors of a row: what a drafter computes
     cost: np.ndarray
 
 
@@ -101,12 +102,12 @@ class Plan:
         self.seed = seed
         self.block_size = block_size
         self._budget = Budget(schedule.max_tokens, schedule.max_anchors, schedule.grid)
+        rows = (self.lengths, self._anchors)
         if schedule.bucket_edges is not None:
             self.edges = given_edges(self.lengths, schedule.bucket_edges, self._budget)
-            cells = lay_cells(self.lengths, self._anchors, self._budget, self.edges)
+            cells = lay_cells(*rows, self.edges, self._budget)
         else:
-            cells = lay_cells(self.lengths, self._anchors, self._budget)
-            self.edges = choose_edges(cells, schedule.num_buckets, min_share)
+            self.edges, cells = choose_buckets(*rows, schedule.num_buckets, min_share, self._budget)
         self.num_buckets = len(self.edges)
         self._fill_buckets(cells)
         self.fingerprint_parts: dict[str, str | int] = {
@@ -155,21 +156,17 @@ class Plan:
     def _fill_buckets(self, cells: Cells) -> None:
         """What is the same in all epochs: how many rows each micro-batch takes, and from where."""
         rows_of, batches_of = cells.num_rows, cells.num_micro_batches
-        bucket = np.searchsorted(self.edges, cells.width)
-        self.rows_per_bucket = _sums(bucket, rows_of, self.num_buckets)
-        self.micro_batches_per_bucket = _sums(bucket, batches_of, self.num_buckets)
+        self.rows_per_bucket = _sums(cells.bucket, rows_of, self.num_buckets)
+        self.micro_batches_per_bucket = _sums(cells.bucket, batches_of, self.num_buckets)
         self.micro_batches_per_epoch = sum(self.micro_batches_per_bucket)
-        # Row i of a cell with c micro-batches is in tier i // c, at place i % c in it: the place
-        # says which micro-batch takes it, the tier which of that one's rows it becomes.
+        # Of a cell with c micro-batches, the i-th row of its shuffled ones goes to number i % c.
         first_row = np.repeat(np.cumsum(rows_of) - rows_of, rows_of)
         counts = np.repeat(batches_of, rows_of)
         index = np.arange(self.num_rows) - first_row
         taker = np.repeat(np.cumsum(batches_of) - batches_of, rows_of) + index % counts
-        sizes = np.bincount(taker)
-        self._bounds = np.concatenate([[0], np.cumsum(sizes)])
+        self._bounds = np.concatenate([[0], np.cumsum(np.bincount(taker))])
         self._target = self._bounds[taker] + index // counts
-        tier = first_row + index // counts * counts  # ascending, one value a tier
-        self._tier = tier.astype(np.uint64) << _WORD_BITS  # a random word's upper half goes below
+        self._cell = first_row.astype(np.uint64) << _WORD_BITS  # below goes a random word's half
         self._rows = cells.rows
 
     def epoch(self, number: int) -> Epoch:
@@ -222,7 +219,7 @@ class Plan:
         return np.random.Philox(key=key, counter=counter).random_raw(count)
 
     def _lay_out(self, number: int) -> Epoch:
-        """Shuffle the rows of each tier, order each bucket, interleave buckets, deal out rows."""
+        """Shuffle the rows of each cell, order each bucket, interleave buckets, deal out rows."""
         words = self._words(number, _TIES, self.num_buckets)
         ties = words.argsort(kind="stable").tolist()
         bucket = np.array(interleave(self.micro_batches_per_bucket, ties), dtype=np.int64)
@@ -235,7 +232,7 @@ class Plan:
 
         words = self._words(number, _ROWS, self.num_rows)
         rows = np.empty_like(self._rows)
-        rows[self._target] = self._rows[(self._tier | words >> _WORD_BITS).argsort(kind="stable")]
+        rows[self._target] = self._rows[(self._cell | words >> _WORD_BITS).argsort(kind="stable")]
         num_rows = np.diff(self._bounds)[picked]
         bounds = np.concatenate([[0], np.cumsum(num_rows)])
         begins = bounds[:-1]
@@ -244,7 +241,8 @@ class Plan:
 
         lengths = self.lengths[rows]
         width = self._budget.width(np.maximum.reduceat(lengths, begins))
-        num_anchors = np.add.reduceat(self._anchors[rows], begins)
+        anchors = self._anchors[rows]
+        padded_anchors = num_rows * np.maximum.reduceat(anchors, begins)
         padded = num_rows * width
         epoch = Epoch(
             rows=rows,
@@ -254,8 +252,9 @@ class Plan:
             width=width,
             padded_tokens=padded,
             num_tokens=np.add.reduceat(lengths, begins),
-            num_anchors=num_anchors,
-            cost=5 * num_anchors * self.block_size + padded,
+            num_anchors=np.add.reduceat(anchors, begins),
+            padded_anchors=padded_anchors,
+            cost=5 * padded_anchors * self.block_size + padded,
         )
         for array in vars(epoch).values():
             array.flags.writeable = False

@@ -91,11 +91,12 @@ def plan_report(
         "padded_tokens": padded,
         "padding_efficiency": real / padded,
         "num_anchors": int(epoch.num_anchors.sum()),
+        "anchor_efficiency": int(epoch.num_anchors.sum()) / max(1, int(epoch.padded_anchors.sum())),
         "max_micro_batch": {
             "rows": int(epoch.num_rows.max()),
             "padded_tokens": int(epoch.padded_tokens.max()),
             "num_tokens": int(epoch.num_tokens.max()),
-            "num_anchors": int(epoch.num_anchors.max()),
+            "padded_anchors": int(epoch.padded_anchors.max()),
         },
         "max_share_deviation": float(deviation),
         "share_deviation_bound": float(deviation_bound(plan.num_buckets)),
@@ -115,8 +116,8 @@ def _balance(steps: Steps) -> dict[str, Any]:
     """How even the drafters' loads are, and what share of their time is padding and waiting.
 
     step_imbalance: the mean over steps of max / mean planned cost of a drafter. wasted_fraction:
-    1 - real work / (drafters x slowest drafter), both summed over the steps; real work is a
-    micro-batch's cost without its padding.
+    1 - work / (drafters x slowest drafter), both summed over the steps; work is a micro-batch's
+    cost without its padded tokens (anchor_efficiency tells of padded anchors).
     """
     plan = steps.plan
     measured = steps.num_measured
@@ -185,12 +186,12 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("rows", f"{report['num_rows']:,}"),
         ("tokens", f"{report['num_tokens']:,} real, {report['padded_tokens']:,} padded"),
         ("padding efficiency", f"{report['padding_efficiency']:.4f}"),
-        ("anchors", f"{report['num_anchors']:,}"),
+        ("anchors", f"{report['num_anchors']:,}, {report['anchor_efficiency']:.4f} of the padded"),
         ("micro-batches an epoch", f"{report['micro_batches_per_epoch']:,}"),
         (
             "largest micro-batch",
             f"{largest['rows']:,} rows, {largest['padded_tokens']:,} padded tokens, "
-            f"{largest['num_anchors']:,} anchors",
+            f"{largest['padded_anchors']:,} padded anchors",
         ),
         (
             "share deviation",

@@ -54,13 +54,15 @@ def test_numbers(plan):
 def test_balance(plan):
     steps = Steps(plan, num_drafters=3, accumulation=4, epochs=2)
     report = plan_report(plan, steps, queue_depth=24, **MEMORY)
+    anchors = np.minimum(np.maximum(plan.supervised - 1, 0), 128)
     imbalances, work, paid = [], 0.0, 0.0
     for step in range(plan.micro_batches_per_epoch // 12):
         loads = []
         for slot in steps.slots(step):
             batches = [plan.micro_batch(seq) for seq in slot]
-            loads.append(sum(b.num_anchors * 16 + 0.2 * len(b.rows) * b.width for b in batches))
-            work += sum(b.num_anchors * 16 + 0.2 * b.num_tokens for b in batches)
+            blocks = [len(b.rows) * anchors[b.rows].max() * 16 for b in batches]
+            loads.append(sum(blocks) + sum(0.2 * len(b.rows) * b.width for b in batches))
+            work += sum(blocks) + sum(0.2 * b.num_tokens for b in batches)
         imbalances.append(max(loads) / np.mean(loads))
         paid += 3 * max(loads)
     assert report["measured_steps"] == len(imbalances)
