@@ -248,7 +248,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     gates: list[GateConfig] = field(default_factory=list)
-    gates_stop: bool = False  # a gate that is left ends the run with an error; false = a warning
+    gates_stop: bool = False  # a violated gate ends the run with an error; false = a warning
 
 
 def known_keys(section: Any = Config, prefix: str = "") -> list[str]:

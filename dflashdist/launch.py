@@ -37,7 +37,8 @@ def main(arguments: list[str]) -> int:
             raise SystemExit(128 + number)
 
     for number in STOPS:
-        signal.signal(number, pass_on)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, pass_on)
     code = 0
     try:
         run(parse_args(["--signals-to-handle=SIGQUIT", *arguments]))

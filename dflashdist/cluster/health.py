@@ -216,7 +216,7 @@ class Health:
             except Exception:  # the store is gone, so nobody else can be told or has told us
                 winner = mine
         if winner == mine and halt.kind == "abort" and not self.halted.is_set():
-            print(f"dflashdist: {halt.text}", file=sys.stderr, flush=True)  # before anybody leaves
+            say(halt.text)  # before anybody leaves
         self._hear_halt(Halt(**json.loads(winner)))
 
     def _hear_halt(self, halt: Halt) -> None:
@@ -295,7 +295,7 @@ class Health:
                 host = self.members[0]
                 text = f"{host}: no sign of life for {late:.0f} s (frozen?), and with it the store"
                 text += self._advice
-                print(f"dflashdist: {text}", file=sys.stderr, flush=True)
+                say(text)
                 self._hear_halt(Halt("abort", host.rank, text, frozen=True))
 
     def _lose_store(self, error: Exception) -> None:
@@ -361,6 +361,12 @@ class Health:
         self.stop_requested.set()
         with self._lock:
             self._store.set("stop_request", "1")
+
+
+def say(text: str) -> None:
+    """Tell the console why the job ends, on a line of its own where a progress bar is drawn."""
+    bar = "\n" if sys.stderr.isatty() else ""
+    print(f"{bar}dflashdist: {text}", file=sys.stderr, flush=True)
 
 
 def is_echo(error: BaseException) -> bool:

@@ -98,8 +98,9 @@ class LossSums:
         return self.part("weight").item()
 
     @property
-    def accept_length(self) -> float:
-        """Tokens a target pass would emit, the bonus token counted; teacher-forced proxy."""
+    def block_prefix(self) -> float:
+        """1 + the mean number of leading slots of a block that are right against the data's tokens.
+        No acceptance length: blocks begin at random anchors, and the target is not asked."""
         return (1 + self.part("accepted") / self.part("blocks")).item()
 
     @property

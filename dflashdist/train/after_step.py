@@ -13,7 +13,7 @@ from dflashdist.model.drafter import Drafter
 from dflashdist.train.blueprint import Blueprint, versions
 from dflashdist.train.drafter_loop import Job, RunFailed, TrainState
 from dflashdist.train.evaluation import RAW, Best, Evaluator, RoundLog
-from dflashdist.train.metrics import Reporter, StepSums
+from dflashdist.train.metrics import Reporter, StepSums, summary
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ class AfterStep:
         if self._blueprint.config.checkpoint.at_start and state.step == 0:
             self.save(job, state)
         if self._blueprint.round_first:
-            _, left = self.evaluate(job, state)
+            _, violated = self.evaluate(job, state)
             self.save(job, state)
-            self._fail(left if self._blueprint.config.gates_stop else [])
+            self._fail(violated if self._blueprint.config.gates_stop else [])
 
     def __call__(
         self, job: Job, state: TrainState, sums: StepSums, rate: float, norm: float
@@ -63,17 +63,17 @@ class AfterStep:
         """Report, evaluate and save where it is time. Returns whether all ranks stop now."""
         config = self._blueprint.config
         self._report(state, sums, rate, norm)
-        left = []
+        violated = []
         if config.gates:
             known = {"lr": rate, "grad_norm": norm, "skipped_steps": state.skipped}
-            left = self._gates_left(state.step, sums.summary(job.plan) | known)
+            violated = self._check_gates(state.step, summary([sums], job.plan) | known)
         stop = sums.extra("stop") > 0
         last = state.step == job.steps.num_steps
         best = False
         if self._blueprint.stream.due(state.step) and not stop:  # else when the run goes on
             best, more = self.evaluate(job, state)
-            best, left = best and config.evaluate.keep_best, left + more
-        failed = left if config.gates_stop else []
+            best, violated = best and config.evaluate.keep_best, violated + more
+        failed = violated if config.gates_stop else []
         if failed or stop or last or best or state.step % config.checkpoint.every == 0:
             self.save(job, state)
         self._fail(failed)
@@ -99,7 +99,7 @@ class AfterStep:
         )
 
     def evaluate(self, job: Job, state: TrainState) -> tuple[bool, list[str]]:
-        """The round of this step. Returns whether it is the best so far, and gates left."""
+        """The round of this step. Returns whether it is the best so far, and gates violated."""
         stream = self._blueprint.stream
         assert self._evaluator and stream.rounds
         values = self._evaluator.round(state.step)
@@ -113,25 +113,25 @@ class AfterStep:
         if self._reporter and self._rounds:
             self._reporter.evaluation(state.step, values, best)
             self._rounds.add(state.step, values, {"best": best})
-        return best, self._gates_left(state.step, values)
+        return best, self._check_gates(state.step, values)
 
-    def _gates_left(self, step: int, values: dict[str, float]) -> list[str]:
-        """What to say of the gates that are left now, in tensorboard too; in the log only where
+    def _check_gates(self, step: int, values: dict[str, float]) -> list[str]:
+        """What to say of the gates that are violated now, in tensorboard too; in the log only where
         the run goes on."""
-        left = self._blueprint.gates.left(step, values)
-        for text in left:
+        violated = self._blueprint.gates.violated(step, values)
+        for text in violated:
             if self._reporter:
                 self._reporter.warning(step, text)
             if not self._blueprint.config.gates_stop:
                 log.warning("%s", text)
-        return left
+        return violated
 
-    def _fail(self, left: list[str]) -> None:
+    def _fail(self, violated: list[str]) -> None:
         """Raises RunFailed, on all drafters, if there is a gate to end the run for."""
-        if left:
+        if violated:
             self.close()
             raise RunFailed(
-                f"{'; '.join(left)} (gates_stop=true); this step is saved, to be looked at"
+                f"{'; '.join(violated)} (gates_stop=true); this step is saved, to be looked at"
             )
 
     def save(self, job: Job, state: TrainState) -> None:

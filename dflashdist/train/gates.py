@@ -33,21 +33,21 @@ class Gates:
     def idle(self, last: int) -> list[str]:
         """What to say of gates that begin after the `last` step, which has all metrics."""
         return [
-            f"gate {gate.metric} from step {gate.step} cannot be left: this run has that metric up "
-            f"to step {last}"
+            f"gate {gate.metric} from step {gate.step} cannot be violated: this run has that "
+            f"metric up to step {last}"
             for gate in self._gates
             if gate.not_below is None and gate.step > last
         ]
 
-    def left(self, step: int, values: dict[str, float]) -> list[str]:
-        """What to say of each gate that `values`, known after `step` steps, leave for the first
-        time. A metric that `values` lack, or that is not a number, is no reading."""
+    def violated(self, step: int, values: dict[str, float]) -> list[str]:
+        """What to say of each gate that `values`, known after `step` steps, violate for the
+        first time. A metric that `values` lack, or that is not a number, is no reading."""
         told, staying = [], []
         for gate in self._gates:
             value = values.get(gate.metric, math.nan)
             bound = broken(gate, step, value)
             if bound:
-                told.append(f"gate {gate.metric} {bound} is left: {value:.6g} at step {step}")
+                told.append(f"gate {gate.metric} {bound} is violated: {value:.6g} at step {step}")
             else:
                 staying.append(gate)
         self._gates = staying

@@ -9,6 +9,7 @@ tells every rank alike which seq was not finite, and rank 0 the loss of each buc
 import logging
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from dflashdist.schedule.plan import MicroBatch, Plan, Steps
 
 log = logging.getLogger(__name__)
 
+LINE = 100  # columns of the console
 BY_BUCKET = ("bucket_loss", "bucket_micro_batches")
 EXTRAS = ("tokens", "padded_tokens", "stop", "wait", "transfer", "total")
 
@@ -96,6 +98,14 @@ class StepSums:
         dist.all_reduce(self.vector, group=group)
         self.vector = self.vector.cpu()
 
+    @classmethod
+    def total(cls, steps: "Sequence[StepSums]") -> "StepSums":
+        """The sums of several reduced steps, without their seqs'."""
+        total = cls(steps[0]._block_size, range(0), torch.device("cpu"))
+        for one in steps:
+            total.vector += one.vector[: one._pairs]
+        return total
+
     def extra(self, name: str) -> float:
         return float(self.vector[self._extras + EXTRAS.index(name)])
 
@@ -113,29 +123,34 @@ class StepSums:
         pairs = zip(self.seqs, self.pairs(), strict=True)
         return [seq for seq, pair in pairs if not all(map(math.isfinite, pair))]
 
-    def summary(self, plan: Plan) -> dict[str, float]:
-        """What tensorboard shows of the step: means over its supervised slots and its blocks."""
-        sums = self.loss
-        result = {"loss": sums.loss, "accepted_length": sums.accept_length}
-        for position, accuracy in enumerate(sums.accuracy, 1):
-            result[f"accuracy/position_{position:02d}"] = accuracy
-        correct, count = float(sums.part("correct").sum()), float(sums.part("count").sum())
-        result["accuracy/all"] = correct / max(count, 1.0)
-        result["padding_efficiency"] = self.extra("tokens") / max(self.extra("padded_tokens"), 1.0)
-        by_bucket: dict[int, list[float]] = {}
-        for seq, (loss, weight) in zip(self.seqs, self.pairs(), strict=True):
+
+def summary(steps: Sequence[StepSums], plan: Plan) -> dict[str, float]:
+    """What is shown of these steps: means over all their supervised slots and blocks, sums divided
+    by sums. A step whose loss is not finite, which was skipped, counts only where there is no
+    other."""
+    finite = [one for one in steps if not one.not_finite()] or steps
+    sums = StepSums.total(finite)
+    result = {"loss": sums.loss.loss, "block_prefix": sums.loss.block_prefix}
+    for position, accuracy in enumerate(sums.loss.accuracy, 1):
+        result[f"accuracy/position_{position:02d}"] = accuracy
+    correct, count = (float(sums.loss.part(name).sum()) for name in ("correct", "count"))
+    result["accuracy/all"] = correct / max(count, 1.0)
+    result["padding_efficiency"] = sums.extra("tokens") / max(sums.extra("padded_tokens"), 1.0)
+    by_bucket: dict[int, list[float]] = {}
+    for one in finite:
+        for seq, (loss, weight) in zip(one.seqs, one.pairs(), strict=True):
             totals = by_bucket.setdefault(plan.micro_batch(seq).bucket, [0.0, 0.0, 0.0])
-            for index, value in enumerate((loss, weight, 1.0)):
+            for index, value in enumerate((loss, weight, 1 / len(finite))):
                 totals[index] += value
-        for bucket, (loss, weight, number) in sorted(by_bucket.items()):
-            for kind, value in zip(BY_BUCKET, (loss / max(weight, 1e-9), number), strict=True):
-                result[f"{kind}/{plan.edges[bucket]:05d}"] = value
-        return result
+    for bucket, (loss, weight, number) in sorted(by_bucket.items()):
+        for kind, value in zip(BY_BUCKET, (loss / max(weight, 1e-9), number), strict=True):
+            result[f"{kind}/{plan.edges[bucket]:05d}"] = value
+    return result
 
 
 def step_metrics(block_size: int, edges: Sequence[int]) -> set[str]:
     """The names of a step's metrics that all drafters know, as they come from reduced sums."""
-    names = {"loss", "accepted_length", "accuracy/all", "padding_efficiency"}
+    names = {"loss", "block_prefix", "accuracy/all", "padding_efficiency"}
     names |= {f"accuracy/position_{position:02d}" for position in range(1, block_size)}
     names |= {f"{kind}/{edge:05d}" for kind in BY_BUCKET for edge in edges}
     return names | {"lr", "grad_norm", "skipped_steps"}
@@ -150,7 +165,8 @@ def target_totals(beats: dict[int, dict[str, Any]]) -> dict[str, float]:
 
 
 class Reporter:
-    """Rank 0's console line and tensorboard points, every `every` steps."""
+    """Rank 0's console line and tensorboard points every `every` steps, of the steps since the last
+    ones: means, but learning rate and gradient norm, which are the last step's."""
 
     def __init__(
         self, plan: Plan, steps: Steps, *, first_step: int, tensorboard: str, every: int
@@ -161,8 +177,7 @@ class Reporter:
         self._writer = SummaryWriter(tensorboard, purge_step=first_step + 1)
         self._first, self._began = first_step, time.perf_counter()
         self._last = self._began
-        self._tokens = 0.0
-        self._spent = {"wait": 0.0, "transfer": 0.0, "total": 0.0}
+        self._steps_since: list[StepSums] = []
         self._targets = target_totals({})
         self._targets_since = self._began
         self._bar = tqdm(
@@ -182,17 +197,16 @@ class Reporter:
         beats: dict[int, dict[str, Any]],
     ) -> None:
         """Show step `step` (its number after the step, so 1 is the first)."""
-        self._tokens += sums.extra("tokens")
-        for name in self._spent:
-            self._spent[name] += sums.extra(name)
+        self._steps_since.append(sums)
         self._bar.update(1)
         if step % self._every and step != self._steps.num_steps and step != self._first + 1:
             return
         now = time.perf_counter()
-        values = sums.summary(self._plan)
+        values = summary(self._steps_since, self._plan)
+        total = StepSums.total(self._steps_since)
         values |= {"lr": lr, "grad_norm": grad_norm, "skipped_steps": skipped}
-        values["tokens_per_second/drafters"] = self._tokens / (now - self._last)
-        shares = fractions(self._spent)
+        values["tokens_per_second/drafters"] = total.extra("tokens") / (now - self._last)
+        shares = fractions({name: total.extra(name) for name in ("wait", "transfer", "total")})
         values |= {f"time/drafters_{name}": share for name, share in shares.items()}
         targets = target_totals(beats)
         news = {name: value - self._targets[name] for name, value in targets.items()}
@@ -206,19 +220,9 @@ class Reporter:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         per_step = (now - self._began) / (step - self._first)
-        eta = clock_text(per_step * (self._steps.num_steps - step))
-        queue = "" if queue_depth is None else f" | queue {queue_depth}"
-        waits = f" | wait d {values['time/drafters_wait']:.0%}"
-        if "time/targets_wait" in values:
-            waits += f" t {values['time/targets_wait']:.0%}"
-        line = (
-            f"step {step}/{self._steps.num_steps} | loss {values['loss']:.4f} | "
-            f"accepted {values['accepted_length']:.3f} | lr {lr:.2e} | norm {grad_norm:.2f} | "
-            f"{values['tokens_per_second/drafters']:,.0f} tok/s{queue}{waits} | eta {eta}"
-        )
-        self._say(line)
-        self._last, self._tokens = now, 0.0
-        self._spent = dict.fromkeys(self._spent, 0.0)
+        eta = per_step * (self._steps.num_steps - step)
+        self._say(step_line(step, self._steps.num_steps, values, eta))
+        self._last, self._steps_since = now, []
 
     def evaluation(self, step: int, values: dict[str, float], best: bool) -> None:
         """Show the round after step `step`; its seconds are no training's."""
@@ -228,13 +232,14 @@ class Reporter:
         length = values.get("eval/acceptance_length", math.nan)
         averaged = ""
         if "eval_ema/acceptance_length" in values:
-            averaged = f" (of averaged weights {values['eval_ema/acceptance_length']:.3f})"
+            averaged = f", of averaged weights {values['eval_ema/acceptance_length']:.3f}"
         shares = [f"{v:.2f}" for name, v in values.items() if name.startswith("eval/position_")]
         self._say(
             f"evaluation after step {step} | acceptance length {length:.3f}{averaged} | "
-            f"by position {' '.join(shares)} | {values['eval/seconds']:.1f} s"
-            + (" | best so far" if best else "")
+            f"{values['eval/seconds']:.1f} s" + (" | best so far" if best else "")
         )
+        for line in textwrap.wrap(f"by position {' '.join(shares)}", LINE - 2):
+            self._say(f"  {line}")
 
     def warning(self, step: int, text: str) -> None:
         """Leave a warning beside the curves."""
@@ -242,12 +247,41 @@ class Reporter:
 
     def _say(self, line: str) -> None:
         log.info(line)
-        self._bar.write(line, file=sys.stdout)
+        tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
 
     def close(self) -> None:
         self._bar.close()
         self._writer.close()
+
+
+def step_line(step: int, last: int, values: dict[str, float], eta: float) -> str:
+    """The console's line of a step, of at most `LINE` columns."""
+    tokens = values["tokens_per_second/drafters"]
+    waits = f"wait d {values['time/drafters_wait']:.0%}"
+    if "time/targets_wait" in values:
+        waits += f" t {values['time/targets_wait']:.0%}"
+    parts = [
+        f"step {step}/{last}",
+        f"loss {values['loss']:.4f}",
+        f"block prefix {values['block_prefix']:.2f}",
+        f"{tokens:,.0f} tok/s" if tokens < 10_000 else f"{tokens / 1000:,.0f}k tok/s",
+        f"eta {clock_text(eta)}",
+        waits,
+    ]
+    line = " | ".join(parts)
+    return line if len(line) <= LINE else " | ".join(parts[:-1])
+
+
+class ConsoleHandler(logging.Handler):
+    """Warnings on stderr, each on a line of its own beside the progress bar."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
 
 
 def clock_text(seconds: float) -> str:

@@ -12,6 +12,7 @@ from dflashdist.cluster.world import Place, World, choose_device
 from dflashdist.config import Config, InputError, dump_config
 from dflashdist.files import hold, whole_file
 from dflashdist.train.blueprint import Blueprint, check_first_weights, check_tokenizer, versions
+from dflashdist.train.metrics import ConsoleHandler
 
 log = logging.getLogger(__name__)
 
@@ -108,16 +109,14 @@ def announce(blueprint: Blueprint, world: World) -> None:
 
 def open_log(folder: Path, rank: int) -> None:
     """All of this rank's log in a file; warnings of rank 0 on the console too."""
-    form = logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
+    form = f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"
     handlers: list[logging.Handler] = [logging.FileHandler(folder / f"rank{rank}.log")]
+    handlers[0].setFormatter(logging.Formatter(form))
     if rank == 0:
-        console = logging.StreamHandler()
-        console.setLevel(logging.WARNING)
-        handlers.append(console)
+        handlers.append(ConsoleHandler())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
     for handler in handlers:
-        handler.setFormatter(form)
         root.addHandler(handler)
     root.setLevel(logging.INFO)

@@ -103,7 +103,7 @@ def test_accepted_prefix():
     sums = LossSums(vector, 4)
     assert sums.part("accepted").item() == 2 + 0 + 2 + 3
     assert sums.part("blocks").item() == 4
-    assert sums.accept_length == 1 + 7 / 4
+    assert sums.block_prefix == 1 + 7 / 4
     assert sums.part("correct").tolist() == [3, 3, 3]
     assert sums.part("count").tolist() == [4, 3, 4]
 

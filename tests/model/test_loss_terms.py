@@ -244,7 +244,7 @@ def test_accuracy_is_of_what_the_variant_drafts(shape, frozen, name):
     _, vector = DrafterLoss(drafter, frozen, shape, LossConfig())(batch)
     sums = LossSums(vector, shape.block_size + shape.ahead)
     assert sums.accuracy == [1.0] * drafts.shape[1]
-    assert sums.accept_length == 1 + drafts.shape[1]
+    assert sums.block_prefix == 1 + drafts.shape[1]
 
 
 @pytest.mark.parametrize("weights", ["decay", "uniform", "dpace"])

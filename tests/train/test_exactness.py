@@ -80,7 +80,7 @@ def assert_shown(folder: Path) -> None:
     """What tensorboard must have, and that shares of time are shares."""
     points = scalars(folder)
     assert {
-        "loss", "accepted_length", "accuracy/all", "accuracy/position_01", "accuracy/position_03",
+        "loss", "block_prefix", "accuracy/all", "accuracy/position_01", "accuracy/position_03",
         "lr", "grad_norm", "skipped_steps", "padding_efficiency", "queue_depth",
         "tokens_per_second/drafters", "time/drafters_wait",
     } <= points.keys()  # fmt: skip

@@ -45,11 +45,13 @@ def test_each_gate_is_told_once():
         [GateConfig("loss", below=4.0, step=2), GateConfig("eval/acceptance_length", above=1.5)],
         KNOWN,
     )
-    assert gates.left(1, {"loss": 9.0}) == []
-    assert gates.left(2, {"loss": 9.0}) == ["gate loss below 4 from step 2 is left: 9 at step 2"]
-    assert gates.left(3, {"loss": 9.0}) == []
-    told = gates.left(4, {"loss": 9.0, "eval/acceptance_length": 1.25})
-    assert told == ["gate eval/acceptance_length above 1.5 from step 0 is left: 1.25 at step 4"]
+    assert gates.violated(1, {"loss": 9.0}) == []
+    assert gates.violated(2, {"loss": 9.0}) == [
+        "gate loss below 4 from step 2 is violated: 9 at step 2"
+    ]
+    assert gates.violated(3, {"loss": 9.0}) == []
+    told = gates.violated(4, {"loss": 9.0, "eval/acceptance_length": 1.25})
+    assert told == ["gate eval/acceptance_length above 1.5 from step 0 is violated: 1.25 at step 4"]
 
 
 def test_a_gate_that_could_never_be_left_is_refused():
@@ -77,7 +79,7 @@ def test_a_gate_after_the_end_is_told():
     ]
     gates = Gates([GateConfig("loss", **bound) for bound in bounds], KNOWN)
     assert gates.idle(49) == [
-        "gate loss from step 50 cannot be left: this run has that metric up to step 49"
+        "gate loss from step 50 cannot be violated: this run has that metric up to step 49"
     ]
 
 
@@ -109,13 +111,13 @@ def test_a_gate_warns(gated, tmp_path):
     for rank in (0, 1):
         log = (folder / f"logs/rank{rank}.log").read_text()
         warned = [line for line in log.splitlines() if "WARNING" in line and "gate " in line]
-        assert len(warned) == 1 and "gate loss below 1 from step 3 is left" in warned[0]
+        assert len(warned) == 1 and "gate loss below 1 from step 3 is violated" in warned[0]
         assert warned[0].endswith("at step 3")
     events = EventAccumulator(str(folder / "tb"))
     events.Reload()
     texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors(
         "warnings/text_summary")]  # fmt: skip
-    assert len(texts) == 1 and "is left" in texts[0]
+    assert len(texts) == 1 and "is violated" in texts[0]
 
 
 @pytest.mark.dist
@@ -136,7 +138,7 @@ def test_a_gate_ends_the_run_on_all_ranks(gated, tiny_store, tmp_path, kind):
     metric = {"step": "loss below 1", "round": "eval/acceptance_length above 9"}[kind]
     assert causes(folder)
     for cause in causes(folder):
-        assert f": gate {metric} from step 3 is left: " in cause, cause
+        assert f": gate {metric} from step 3 is violated: " in cause, cause
         assert f" at step {at} (gates_stop=true); this step is saved" in cause, cause
         assert "train.resume" not in cause, "which would end alike"
     assert list(losses(folder)) == list(range(1, at + 1)), "tensorboard has all that led to it"
