@@ -14,10 +14,9 @@ from dflashdist.config import InputError
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import NULLS, Rejections
 from dflashdist.data.parts import KINDS, Part
-from dflashdist.data.shards import TokenStore
+from dflashdist.data.shards import AUDIT_JSON, AUDIT_TEXT, TokenStore
 from dflashdist.data.tokenizer import TargetTokenizer
 
-JSON_FILE, TEXT_FILE = "audit.json", "audit.md"
 FREQUENT = 20  # supervised tokens listed
 ROWS_SHOWN = 12
 # Characters of one run of supervised or unsupervised text in audit.md; the middle is left out.
@@ -217,7 +216,7 @@ def write_audit(store: TokenStore, chat: ChatTokenizer) -> None:
     """Write audit.json and audit.md into a store's folder; they do not name the place."""
     summary = {name: value for name, value in summarise(store).items() if name != "store"}
     text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
-    (store.path / JSON_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
+    (store.path / AUDIT_JSON).write_text(text, encoding="utf-8", errors="backslashreplace")
     shown = np.random.default_rng(0).permutation(store.num_rows)[:ROWS_SHOWN]
     table = format_summary({"store": "this folder"} | summary)
     pieces = ["# Audit", _fenced(table)]
@@ -228,7 +227,7 @@ def write_audit(store: TokenStore, chat: ChatTokenizer) -> None:
         pieces.append(f"{store.lengths[n]} tokens, {store.supervised[n]} of them supervised.")
         pieces.append(_fenced(_marked(store, chat.tokenizer, n, OPEN, CLOSE, RUN_SHOWN)))
     text = "\n\n".join(pieces) + "\n"
-    (store.path / TEXT_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
+    (store.path / AUDIT_TEXT).write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _marked(

@@ -38,9 +38,9 @@ from dflashdist.data.conversations import (
     RowError,
     parse_row,
 )
-from dflashdist.data.shards import sync
 from dflashdist.data.sources import Sources, Unit
 from dflashdist.data.turns import TrainingRow
+from dflashdist.files import whole_file
 
 NOT_ADJACENT = "no two adjacent supervised tokens"
 REFRAMED = "<think> block spaced as the template does"
@@ -113,11 +113,8 @@ class Part:
             "ids": self.ids,
             "loss_mask": self.loss_mask,
         }
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        with open(partial, "wb") as file:
+        with whole_file(path, "wb") as file:
             np.savez(file, **arrays)
-        sync(partial)
-        os.rename(partial, path)
 
     @classmethod
     def load(cls, path: Path, tokens: bool = True) -> "Part":

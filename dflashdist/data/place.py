@@ -5,13 +5,15 @@ OUT                     the store: complete, or absent
 .OUT.partial/lock       held as long as a prepare works here
 .OUT.partial/<hex>/     parts, in a folder named after all that decides them
 .OUT.partial/store      the store, until it is renamed to OUT
+
+Nothing is removed but what stands here, and other parts only once OUT is complete: they may be
+hours of work, which a mistyped command must not cost.
 """
 
-import fcntl
 import json
 import os
+import re
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,26 +21,23 @@ from typing import Any
 
 from dflashdist.config import InputError
 from dflashdist.data.keys import Key, differences
-from dflashdist.data.shards import (
-    META,
-    TokenStore,
-    put_in_place,
-    read_meta,
-    refuse_foreign_folder,
-)
+from dflashdist.data.shards import META, VALIDATION, TokenStore, read_meta, refuse_foreign_folder
+from dflashdist.files import PARTIAL, beside, hold, put_in_place, restore, whole_file
 
 KEY, LOCK, STORE = "key.json", "lock", "store"
+PARTS = re.compile("[0-9a-f]{16}")
 
 
 class StorePlace:
     """The place `out` and the folder beside it."""
 
     def __init__(self, out: str | Path) -> None:
-        self.out = Path(out)
+        self.out = Path(out).resolve() if os.path.islink(out) else Path(out)
         if self.out.name in ("", ".."):
             raise InputError(f"{out}: name a folder to make, for example {self.out / 'store'}")
-        self.partial = self.out.with_name(f".{self.out.name}.partial")
+        self.partial = beside(self.out, PARTIAL)
         self.store = self.partial / STORE
+        restore(self.out)
 
     def recorded_date(self) -> str | None:
         """The day that was today when the store here, or the started one, was asked for; None if
@@ -61,8 +60,8 @@ class StorePlace:
         """
         if not os.path.exists(self.out):  # also where it cannot be: said when it is made
             return False
-        refuse_foreign_folder(self.out)
-        if not any(self.out.iterdir()):
+        if not (self.out / META).is_file():
+            refuse_foreign_folder(self.out)
             return False
         try:
             changed = differences(read_meta(self.out).get("key") or {}, key)
@@ -71,62 +70,59 @@ class StorePlace:
         except InputError as error:
             if not overwrite:
                 raise InputError(f"{error}; pass --overwrite to replace it") from error
-            return False
+            changed = ["damaged"]
         if changed and not overwrite:
             raise InputError(
                 f"{self.out}: holds a store that differs in {', '.join(changed)}; pass --overwrite "
                 "to replace it, or another --out"
             )
+        if changed:
+            refuse_foreign_folder(self.out)
         return not changed
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Work in the folder beside the place, alone. Raises InputError when another one does."""
-        handle = self._lock()
-        try:
+        if self.partial.exists():
+            self._refuse_foreign_parts()
+        doing = "is writing it; wait for it, or give another --out"
+        with hold(self.partial / LOCK, str(self.out), doing):
             yield
-        finally:
-            os.close(handle)
 
-    def _lock(self) -> int:
-        path = self.partial / LOCK
-        while True:
-            self.partial.mkdir(parents=True, exist_ok=True)
-            try:
-                handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            except FileNotFoundError:  # the one before has just cleared the folder
-                continue
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                os.close(handle)
+    def _refuse_foreign_parts(self) -> None:
+        """Raise InputError where the folder beside the place holds what no prepare writes."""
+        known = {KEY, LOCK, STORE, VALIDATION}
+        known |= {beside(self.partial / name, PARTIAL).name for name in known}
+        for entry in self.partial.iterdir():
+            if entry.name not in known and not (entry.is_dir() and PARTS.fullmatch(entry.name)):
                 raise InputError(
-                    f"{self.out}: another prepare is writing it; wait for it, or give another --out"
-                ) from error
-            except OSError as error:  # a file system without locks
-                print(f"dflashdist prepare: warning: {path}: no lock: {error}", file=sys.stderr)
-                return handle
-            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
-                return handle
-            os.close(handle)  # the lock of a folder that is gone
+                    f"{entry}: not of a prepare, which would work in this folder and remove it; "
+                    "move it elsewhere, or give another --out"
+                )
 
-    def begin(self, key: Key, notes: dict[str, Any], parts: Sequence[Path]) -> None:
-        """Leave nothing beside the place but these folders of parts, which are gone on with.
+    def begin(self, key: Key, notes: dict[str, Any], stale: Sequence[Path]) -> None:
+        """Remove these folders of parts, which nobody can vouch for, and say what is prepared.
 
         `notes` are those of the store, which no part depends on.
         """
-        for entry in self.partial.iterdir():
-            if entry.is_dir() and entry not in parts:
-                shutil.rmtree(entry)
-        torn = self.partial / f"{KEY}.torn"
-        torn.write_text(json.dumps(notes | key), encoding="utf-8")
-        os.rename(torn, self.partial / KEY)
+        self._remove(*stale)
+        with whole_file(self.partial / KEY) as file:
+            json.dump(notes | key, file)
 
     def finish(self) -> None:
-        """Rename the complete store to its place and clear the folder beside it."""
+        """Rename the complete store to its place and remove the folder beside it."""
+        if self.out.exists():
+            refuse_foreign_folder(self.out)  # once more: it may be hours since
         put_in_place(self.store, self.out)
-        self.clear()
-
-    def clear(self) -> None:
-        """Remove the folder beside the place; only under the lock."""
         shutil.rmtree(self.partial, ignore_errors=True)
+
+    def clear(self, parts: Sequence[Path]) -> None:
+        """Remove what is not complete and these folders of parts; only under the lock."""
+        torn = [self.partial / name for name in (STORE, VALIDATION)]
+        self._remove(*parts, *torn, *(beside(path, PARTIAL) for path in torn))
+        if not any(entry.is_dir() for entry in self.partial.iterdir()):  # no parts of others
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _remove(self, *folders: Path) -> None:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -23,14 +23,20 @@ import numpy as np
 from tqdm import tqdm
 
 from dflashdist.config import DataConfig, InputError
-from dflashdist.data.audit import JSON_FILE, Tally, format_summary, summarise, write_audit
+from dflashdist.data.audit import Tally, format_summary, summarise, write_audit
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import Rejections
 from dflashdist.data.keys import Key, decisive, parts_key, repeatable, store_key
 from dflashdist.data.locate import refuse_inside
 from dflashdist.data.parts import PrepareJob, make_parts
 from dflashdist.data.place import StorePlace
-from dflashdist.data.shards import META, TokenStore, TokenStoreWriter
+from dflashdist.data.shards import (
+    AUDIT_JSON,
+    META,
+    VALIDATION,
+    TokenStore,
+    TokenStoreWriter,
+)
 from dflashdist.data.sources import Source, Sources
 from dflashdist.data.splice import (
     REASONS,
@@ -44,7 +50,6 @@ from dflashdist.data.splice import (
 
 __all__ = ["format_summary", "prepare", "summarise"]
 
-VALIDATION = "validation"  # the validation store's folder inside the store's
 # Errors that pass or can be mended: a full disk, a server of files that was away.
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
@@ -98,18 +103,20 @@ def prepare(
     ]  # fmt: skip
     try:
         with place.locked():
+            parts = [job.folder for job in jobs]
             if place.holds(key, overwrite):  # made meanwhile, or its folder of parts was left
-                place.clear()
+                place.clear(parts)
                 return _reused(place, data)
-            kept = [job.folder for job, one in zip(jobs, described, strict=True) if repeatable(one)]
+            stale = [job.folder for job, one in zip(jobs, described, strict=True)
+                     if not repeatable(one)]  # fmt: skip
             notes = _notes(jobs[0], chat)
-            place.begin(key, notes, kept)
+            place.begin(key, notes, stale)
             try:
                 _write(place, key, notes, chat, read, jobs)
-                place.finish()
             except InputError:
-                place.clear()
+                place.clear(parts)
                 raise
+            place.finish()
     except BrokenProcessPool as error:
         raise InputError(
             f"{out}: a worker process was killed, perhaps for want of memory; the same command "
@@ -124,7 +131,7 @@ def prepare(
 def _open(sources: Sequence[str | Path | Source], place: StorePlace) -> Sources:
     read = Sources(sources)
     stores = (place.out, place.out / VALIDATION)
-    files = [store / name for store in stores for name in (META, JSON_FILE)]
+    files = [store / name for store in stores for name in (META, AUDIT_JSON)]
     refuse_inside(place.out, files, read.sources)  # they are JSON, too
     return read
 

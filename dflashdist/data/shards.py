@@ -15,7 +15,7 @@ notes, which say where things came from.
 
 import hashlib
 import json
-import os
+import re
 import shutil
 from array import array
 from bisect import bisect_right
@@ -27,10 +27,16 @@ from typing import IO, Any
 import numpy as np
 
 from dflashdist.config import InputError
+from dflashdist.files import new_folder, put_in_place
 
 VERSION = 2
 SHARD_TOKENS = 1 << 28  # 1.25 GiB a shard: few files to hold open, and none too large to copy
 LENGTHS, SUPERVISED, META = "lengths.npy", "supervised.npy", "meta.json"
+AUDIT_JSON, AUDIT_TEXT = "audit.json", "audit.md"
+VALIDATION = "validation"  # the validation store's folder inside the store's
+FILES = re.compile(
+    rf"(ids|loss_mask)-\d+\.bin|{LENGTHS}|{SUPERVISED}|{META}|{AUDIT_JSON}|{AUDIT_TEXT}"
+)
 
 
 def shard_names(i: int) -> tuple[str, str]:
@@ -129,11 +135,9 @@ class TokenStoreWriter:
             if not overwrite:
                 raise InputError(f"{self.path}: exists already; pass --overwrite or another --out")
             refuse_foreign_folder(self.path)
-        self._partial = self.path.with_name(f".{self.path.name}.partial")
 
     def __enter__(self) -> "TokenStoreWriter":
-        shutil.rmtree(self._partial, ignore_errors=True)  # of a writer that was killed
-        self._partial.mkdir(parents=True)
+        self._partial = new_folder(self.path)
         self._files: list[IO[bytes]] = []  # of the shard that is being filled
         self._shards: list[dict[str, int]] = []
         self._ids_hash, self._mask_hash = hashlib.sha256(), hashlib.sha256()
@@ -185,7 +189,6 @@ class TokenStoreWriter:
 
     def _end_shard(self) -> None:
         for file in self._files:
-            _sync(file)
             file.close()
         self._files = []
 
@@ -195,18 +198,14 @@ class TokenStoreWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._end_shard()
         if kind is not None:
-            for file in self._files:
-                file.close()
             shutil.rmtree(self._partial)
             return
-        self._end_shard()
         lengths = np.array(self._lengths, dtype=np.int32)
         supervised = np.array(self._supervised, dtype=np.int32)
         for name, values in ((LENGTHS, lengths), (SUPERVISED, supervised)):
-            with open(self._partial / name, "wb") as file:
-                np.save(file, values)
-                _sync(file)
+            np.save(self._partial / name, values)
         assert not self.notes.keys() & self._settings.keys(), "what is hashed is no note"
         meta = {
             "version": VERSION,
@@ -219,9 +218,7 @@ class TokenStoreWriter:
             "key": self.key,
             "audit": self.audit,
         }
-        with open(self._partial / META, "w", encoding="utf-8") as file:
-            json.dump(meta, file, indent=1)
-            _sync(file)
+        (self._partial / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
         put_in_place(self._partial, self.path)
 
     def _fingerprint(self, lengths: np.ndarray) -> str:
@@ -232,34 +229,27 @@ class TokenStoreWriter:
 
 
 def refuse_foreign_folder(path: Path) -> None:
-    """Raise InputError unless the existing `path` is a token store, or empty: nothing else may be
-    overwritten.
+    """Raise InputError unless the existing `path` is a folder that a token store may replace: an
+    empty one, or a store, whole or damaged, and nothing else beside its files.
     """
-    if not path.is_dir() or (any(path.iterdir()) and not (path / META).is_file()):
-        raise InputError(f"{path}: not a token store, so not overwritten; give another --out")
+    hint = "so not overwritten; give another --out"
+    if not path.is_dir():
+        raise InputError(f"{path}: not a token store, {hint}")
+    entries = sorted(path.iterdir())
+    if entries and not (path / META).is_file():
+        raise InputError(f"{path}: not a token store, {hint}")
+    if entries and not _is_of_store(path):
+        raise InputError(f"{path / META}: not of a token store, {hint}")
+    for entry in entries:
+        if entry.name == VALIDATION and not entry.is_symlink():
+            refuse_foreign_folder(entry)
+        elif entry.is_symlink() or entry.is_dir() or not FILES.fullmatch(entry.name):
+            raise InputError(f"{entry}: no file of a token store, {hint}, or move it elsewhere")
 
 
-def put_in_place(folder: Path, path: Path) -> None:
-    """Sync a complete store's folder and rename it to `path`; what was there before goes last."""
-    sync(folder)
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        os.rename(path, old)
-    os.rename(folder, path)
-    sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
+def _is_of_store(path: Path) -> bool:
+    """Whether meta.json is a store's as far as it can be read."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return bool(read_meta(path).keys() & {"version", "fingerprint"})
+    except InputError:
+        return True

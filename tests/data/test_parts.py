@@ -110,7 +110,7 @@ def test_a_killed_prepare_goes_on_and_ends_with_the_same_store(rows, reference, 
     (folder,) = {path.parent for path in partial.glob("*/*.npz")}
     there = {path: path.stat().st_mtime_ns for path in folder.glob("*.npz")}
     assert 1 <= len(there) < 6
-    torn = folder / "000005.npz.123"
+    torn = folder / ".000005.npz.partial"
     torn.write_bytes(b"torn")
     # What is there is not made again: the same files serve the one who goes on.
     found = list(make_parts(Sources([rows]), job(folder), ChatTokenizer.load(TARGET), workers=2))

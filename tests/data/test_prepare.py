@@ -437,7 +437,7 @@ def test_validation_sources_are_never_trained_on(tmp_path, chat):
 
 def test_another_prepare_into_the_same_place_is_refused(tmp_path):
     lines = [talk("What?", "A thing.")]
-    with StorePlace(tmp_path / "store").locked(), pytest.raises(InputError, match="another prepar"):
+    with StorePlace(tmp_path / "store").locked(), pytest.raises(InputError, match="is writing it"):
         run(tmp_path, lines)
     assert run(tmp_path, lines)["kept"] == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "store"]
@@ -447,8 +447,98 @@ def test_what_was_left_beside_a_finished_store_is_cleared(tmp_path):
     lines = [talk("What?", "A thing.")]
     run(tmp_path, lines)
     partial = StorePlace(tmp_path / "store").partial
-    (partial / "parts").mkdir(parents=True)
+    for torn in ("store", "validation", ".store.partial"):
+        (partial / torn).mkdir(parents=True)
     assert run(tmp_path, lines, overwrite=False)["reused"] and not partial.exists()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "validation/notes.txt", "figures/one.png", "ids-00000.bin.orig", ".note"]
+)
+def test_overwriting_a_store_removes_nobodys_files(tmp_path, name):
+    lines = [talk(f"What is {i}?", "A thing.") for i in range(40)]
+    run(tmp_path, lines, validation=0.3)
+    stranger = tmp_path / "store" / name
+    stranger.parent.mkdir(exist_ok=True)
+    stranger.write_text("mine")
+    there = files(tmp_path)
+    refused = tmp_path / "store" / name.split("/")[0] if "figures" in name else stranger
+    with pytest.raises(InputError, match=f"^{refused}: no file of a token store"):
+        run(tmp_path, lines, validation=0.3, max_length=100)
+    assert files(tmp_path) == there
+    # A store that stays is as good with it as without.
+    assert run(tmp_path, lines, validation=0.3)["reused"]
+    (tmp_path / "store" / "lengths.npy").write_bytes(b"")  # damaged: to be replaced
+    with pytest.raises(InputError, match=f"^{refused}: no file of a token store"):
+        run(tmp_path, lines, validation=0.3)
+    assert stranger.read_text() == "mine"
+
+
+def test_a_folder_that_is_no_store_is_not_taken_for_one(tmp_path):
+    others = tmp_path / "store"
+    others.mkdir()
+    (others / "meta.json").write_text('{"dataset": "mine"}')
+    with pytest.raises(InputError, match=r"meta\.json.* not overwritten"):
+        run(tmp_path, [talk("What?", "A thing.")])
+    assert (others / "meta.json").read_text() == '{"dataset": "mine"}'
+
+
+def test_files_that_came_into_a_store_meanwhile_stay_with_the_work_that_was_done(tmp_path):
+    lines = [talk("What?", "A thing.")]
+    run(tmp_path, lines)
+    place = StorePlace(tmp_path / "store")
+    place.partial.mkdir()
+    (tmp_path / "store" / "notes.txt").write_text("mine")
+    with TokenStoreWriter(place.store, {}) as writer:
+        writer.add(np.array([1, 2]), np.array([1, 1]))
+    with pytest.raises(InputError, match="no file of a token store"):
+        place.finish()
+    assert (tmp_path / "store" / "notes.txt").read_text() == "mine"
+    assert TokenStore.open(place.store).num_rows == 1
+
+
+def test_the_folder_beside_a_store_is_only_removed_if_it_is_a_prepares(tmp_path):
+    lines = [talk("What?", "A thing.")]
+    beside = StorePlace(tmp_path / "store").partial
+    beside.mkdir()
+    (beside / "thesis.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"thesis\.txt: not of a prepare"):
+        run(tmp_path, lines)
+    assert (beside / "thesis.txt").read_text() == "mine" and not (tmp_path / "store").exists()
+
+
+def test_a_mistyped_command_does_not_cost_the_parts_of_another(tmp_path, monkeypatch):
+    lines = [talk("What?", "A thing."), *["{"] * 3]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(prepare_module, "write_audit", full)
+        with pytest.raises(InputError, match="goes on"):
+            run(tmp_path, lines, max_rejected=0.9)
+    partial = StorePlace(tmp_path / "store").partial
+    (part,) = partial.glob("*/*.npz")
+    for typo in ({"max_length": 1}, {"max_rejected": 0.9, "min_supervised": 100}):
+        with pytest.raises(InputError):
+            run(tmp_path, lines, **typo)
+        assert list(partial.glob("*/*.npz")) == [part]
+    assert run(tmp_path, lines, max_rejected=0.9)["kept"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "store"]
+
+
+def test_a_link_to_a_store_stays_a_link(tmp_path):
+    lines = [talk("What?", "A thing.")]
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "store").symlink_to(tmp_path / "disk")
+    assert not run(tmp_path, lines)["reused"]
+    assert not run(tmp_path, lines, max_length=100)["reused"]
+    assert (tmp_path / "store").is_symlink() and TokenStore.open(tmp_path / "disk").num_rows == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "rows.jsonl", "store"]
 
 
 def test_places_that_are_refused(tmp_path):
