@@ -1,7 +1,7 @@
 """A target's chat format: rows to token ids, and which of them the target would write itself.
 
 turns.py says what is supervised and what is refused, template.py how messages become text,
-pieces.py how text becomes ids; here they meet a target's files and the settings.
+tokenizer.py how text becomes ids; here they meet a target's files and the settings.
 """
 
 import hashlib
@@ -18,9 +18,8 @@ from tokenizers import Tokenizer
 from dflashdist.config import InputError
 from dflashdist.data.conversations import Conversation, Message, PlainText, Row, RowError, TokenRow
 from dflashdist.data.messages import NO_SUPERVISED, NOT_UNICODE, THINK
-from dflashdist.data.pieces import PieceEncoder
 from dflashdist.data.template import ChatTemplate, special_literals
-from dflashdist.data.tokenizer import DEFAULT, TargetTokenizer
+from dflashdist.data.tokenizer import DEFAULT, PieceEncoder, TargetTokenizer
 from dflashdist.data.turns import AnswerFinder, AnswerText, TrainingRow, Turns, assemble
 
 UNTAGGED = "no answer has generation tags"

@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import chain, count, islice
+from functools import cache, cached_property
+from itertools import chain, count, islice, pairwise
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,49 @@ CONVERSATION = np.dtype(
 )
 # One entry a training row.
 ROW = np.dtype([("length", "i4"), ("supervised", "i4"), ("lost", "i4")])  # tokens; lost: cut off
+
+
+@dataclass
+class Gathered:
+    """All parts of one set of sources. C conversations are kept so far, 46 bytes each."""
+
+    paths: list[Path] = field(default_factory=list)
+    source_rows: int = 0
+    rejections: Rejections = field(default_factory=Rejections)
+    checked_rows: int = 0
+    checked_tokens: int = 0
+    conversations: list[np.ndarray] = field(default_factory=list)  # CONVERSATION [C of a part]
+    repeats: list[np.ndarray] = field(default_factory=list)  # bool [C of a part]: the row before
+    _last: tuple[int, str] = (-1, "")  # the last kept row: its source's number, its origin
+
+    def add(self, path: Path) -> Part:
+        """Count the next part; returns it without its tokens."""
+        part = Part.load(path, tokens=False)
+        self.paths.append(path)
+        self.source_rows += part.source_rows
+        self.rejections.merge(part.rejections)
+        self.checked_rows += part.checked_rows
+        self.checked_tokens += part.checked_tokens
+        self.conversations.append(part.conversations)
+        rows = [self._last, *((part.source, origin) for origin in part.origins)]
+        self.repeats.append(np.array([a == b for a, b in pairwise(rows)], dtype=bool))
+        self._last = rows[-1]
+        return part
+
+    def digests(self, name: str) -> np.ndarray:
+        """The `key` or `opening` of every conversation: S16 [C], in which numpy can look up."""
+        columns = [np.zeros((0, 16), np.uint8), *(part[name] for part in self.conversations)]
+        return np.concatenate(columns).view("S16").ravel()
+
+    @cached_property
+    def copies(self) -> np.ndarray:
+        """bool [C]: whether another row before is the same conversation; once all parts are here.
+
+        A row that a weight above 1 repeats is no copy of itself: it is one row, read again.
+        """
+        row = np.cumsum(~np.concatenate([np.zeros(0, dtype=bool), *self.repeats]))
+        _, first, same = np.unique(self.digests("key"), return_index=True, return_inverse=True)
+        return row != row[first[same]]
 
 
 def part_path(folder: Path, index: int) -> Path:

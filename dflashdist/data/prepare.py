@@ -12,9 +12,10 @@ that refuses its input leaves nothing. Source rows read = kept + rejected, alway
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,32 +27,38 @@ from dflashdist.config import DataConfig, InputError
 from dflashdist.data.audit import Tally, format_summary, summarise, write_audit
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import Rejections
-from dflashdist.data.keys import Key, decisive, parts_key, repeatable, store_key
 from dflashdist.data.locate import refuse_inside
-from dflashdist.data.parts import PrepareJob, make_parts
-from dflashdist.data.place import StorePlace
-from dflashdist.data.shards import (
-    AUDIT_JSON,
-    META,
-    VALIDATION,
-    TokenStore,
-    TokenStoreWriter,
-)
+from dflashdist.data.parts import Gathered, Part, PrepareJob, make_parts
+from dflashdist.data.shards import AUDIT_JSON, META, VALIDATION, TokenStore, TokenStoreWriter
 from dflashdist.data.sources import Source, Sources
-from dflashdist.data.splice import (
-    REASONS,
-    TO_TRAINING,
-    TO_VALIDATION,
-    Book,
-    Gathered,
-    decide,
-    splice,
-)
+from dflashdist.data.workspace import Key, StorePlace, decisive, parts_key, repeatable, store_key
 
 __all__ = ["format_summary", "prepare", "summarise"]
 
 # Errors that pass or can be mended: a full disk, a server of files that was away.
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+DUPLICATE = "duplicate"
+RESERVED = "also in the validation sources"
+# Where a kept conversation goes.
+TO_TRAINING, TO_VALIDATION, TO_DUPLICATES, TO_RESERVED = range(4)
+COPIES_WARNED = 0.5  # share of the conversations
+REASONS = {TO_DUPLICATES: DUPLICATE, TO_RESERVED: RESERVED}
+
+
+@dataclass
+class Book:
+    """A store that is being written, and what it holds."""
+
+    writer: TokenStoreWriter
+    tally: Tally
+
+    def finish(self, about: dict[str, Any], chat: ChatTokenizer) -> None:
+        """Give the store its audit: what is known of its sources, and what was counted."""
+        self.writer.audit = about | self.tally.audit(chat)
+        warnings = chat.warnings() + self.tally.warnings()
+        if about["duplicates"] > COPIES_WARNED * about["kept"]:
+            warnings.append(f"{about['duplicates']:,} conversations are copies of earlier ones")
+        self.writer.audit["warnings"] = warnings
 
 
 def prepare(
@@ -216,6 +223,58 @@ def _gather(sources: Sources, job: PrepareJob, chat: ChatTokenizer) -> Gathered:
         raise InputError(f"no usable row among {rows}: {_reasons(gathered.rejections)}")
     _refuse_rejected(gathered.rejections, rows, rows, data)
     return gathered
+
+
+def below(digests: np.ndarray, share: float) -> np.ndarray:
+    """bool [C]: whether a digest, S16 [C] and uniform, lies in the first `share` of their range."""
+    first = np.frombuffer(digests.tobytes(), dtype=">u8")[::2]
+    return first < np.uint64(share * 2**64)
+
+
+def decide(
+    gathered: Gathered,
+    deduplicate: bool,
+    held_out: Gathered | None = None,
+    share: float | None = None,
+) -> np.ndarray:
+    """int [C]: where each conversation goes.
+
+    Args:
+        deduplicate: drop copies of conversations that come before.
+        held_out: the validation's own sources; what has its opening in them is not trained on.
+        share: of the openings, which goes to the validation store.
+    """
+    goes = np.full(len(gathered.copies), TO_TRAINING)
+    if share:
+        goes[below(gathered.digests("opening"), share)] = TO_VALIDATION
+    if deduplicate:
+        goes[gathered.copies] = TO_DUPLICATES
+    if held_out:
+        goes[np.isin(gathered.digests("opening"), held_out.digests("opening"))] = TO_RESERVED
+    return goes
+
+
+def splice(gathered: Gathered, goes: np.ndarray, books: Mapping[int, Book]) -> None:
+    """Write the rows of the conversations that go to each book, part by part; int `goes` [C].
+
+    The others are added to the rejections of `gathered`.
+    """
+    at = 0
+    for path in gathered.paths:
+        part = Part.load(path)
+        here = goes[at : at + len(part.conversations)]
+        at += len(here)
+        for destination, book in books.items():
+            chosen = here == destination
+            rows = np.repeat(chosen, part.conversations["rows"])
+            tokens = np.repeat(rows, part.rows["length"])
+            ids, mask = part.ids[tokens], part.loss_mask[tokens]
+            book.writer.extend(ids, mask, part.rows["length"][rows])
+            book.tally.add(part, chosen, rows)
+            book.tally.count_tokens(ids, mask)
+        for i, destination in enumerate(here):
+            if destination in REASONS:
+                gathered.rejections.add(REASONS[destination], part.origins[i])
 
 
 def _refuse_strictly(rejections: Rejections, data: DataConfig) -> None:

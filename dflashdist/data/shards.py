@@ -1,4 +1,4 @@
-"""The token store: token ids and loss masks in mapped shard files, complete or absent.
+"""The token store, token ids and loss masks in mapped shard files; its rows as padded batches.
 
     ids-00000.bin        int32, the rows of shard 0 one after another
     loss_mask-00000.bin  uint8, likewise
@@ -7,10 +7,10 @@
     supervised.npy       int32 [N], supervised tokens a row
     meta.json            version, fingerprint, shards, settings, notes, key, audit; written last
 
-A store is written in a folder beside its place, synced to disk and renamed. A killed writer leaves
-only that folder, without meta.json, which does not open. The fingerprint is of every id, mask and
-length and of the settings: not of how the rows are split into shards, of the place, or of the
-notes, which say where things came from.
+It is complete or absent: written in a folder beside its place, synced to disk and renamed. A killed
+writer leaves only that folder, without meta.json, which does not open. The fingerprint is of every
+id, mask and length and of the settings: not of how the rows are split into shards, of the place, or
+of the notes, which say where things came from.
 """
 
 import hashlib
@@ -20,14 +20,18 @@ import shutil
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from dflashdist.config import InputError
 from dflashdist.files import new_folder, put_in_place
+
+if TYPE_CHECKING:  # whoever only plans loads no torch
+    from torch import Tensor
 
 VERSION = 2
 SHARD_TOKENS = 1 << 28  # 1.25 GiB a shard: few files to hold open, and none too large to copy
@@ -253,3 +257,40 @@ def _is_of_store(path: Path) -> bool:
         return bool(read_meta(path).keys() & {"version", "fingerprint"})
     except InputError:
         return True
+
+
+@dataclass
+class TokenBatch:
+    """A micro-batch's tokens on the CPU, padded on the right."""
+
+    seq: int  # its number in the plan
+    epoch: int
+    row_ids: tuple[int, ...]  # row numbers of the store
+    ids: "Tensor"  # int64 [B, S]
+    loss_mask: "Tensor"  # bool [B, S], False at padding
+    lengths: "Tensor"  # int64 [B], real tokens
+
+
+def collate(
+    store: TokenStore, *, seq: int, epoch: int, rows: np.ndarray, width: int, pad_id: int
+) -> TokenBatch:
+    """Micro-batch `seq` of the store's `rows` (int64 [B]), padded to `width` tokens: pure, so any
+    worker may do it, in any order.
+    """
+    import torch
+
+    ids = np.full((len(rows), width), pad_id, dtype=np.int64)
+    mask = np.zeros((len(rows), width), dtype=bool)
+    for i, row in enumerate(rows):
+        row_ids, row_mask = store.row(int(row))
+        assert len(row_ids) <= width, f"row {row} of {len(row_ids)} tokens in a width of {width}"
+        ids[i, : len(row_ids)] = row_ids
+        mask[i, : len(row_ids)] = row_mask
+    return TokenBatch(
+        seq=seq,
+        epoch=epoch,
+        row_ids=tuple(int(row) for row in rows),
+        ids=torch.from_numpy(ids),
+        loss_mask=torch.from_numpy(mask),
+        lengths=torch.from_numpy(store.lengths[rows].astype(np.int64)),
+    )

@@ -13,8 +13,7 @@ from torch import Tensor
 from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.transport import Receiver
 from dflashdist.cluster.workqueue import WorkQueue
-from dflashdist.data.collate import TokenBatch, collate
-from dflashdist.data.shards import TokenStore
+from dflashdist.data.shards import TokenBatch, TokenStore, collate
 from dflashdist.model.blocks import draw_anchors, draw_prefixes, unpack
 from dflashdist.model.loss import DrafterBatch
 from dflashdist.schedule.stream import EVALUATION, Stream

@@ -11,7 +11,7 @@ from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.transport import PointToPoint, Sender
 from dflashdist.cluster.workqueue import WorkQueue
 from dflashdist.cluster.world import World
-from dflashdist.data.collate import TokenBatch
+from dflashdist.data.shards import TokenBatch
 from dflashdist.model.blocks import pack
 from dflashdist.model.target import Target
 from dflashdist.train.blueprint import Blueprint, target_dtype

@@ -36,9 +36,8 @@ from torch import Tensor
 from dflashdist.checks import needs_last
 from dflashdist.config import Config, load_config
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.data.collate import collate
 from dflashdist.data.prepare import prepare
-from dflashdist.data.shards import TokenStore
+from dflashdist.data.shards import TokenStore, collate
 from dflashdist.model.blocks import draw_anchors, pack, unpack
 from dflashdist.model.drafter import Drafter, num_drafts
 from dflashdist.model.initial import initialise

@@ -30,10 +30,10 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from dflashdist.config import DataConfig
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import Conversation, RowError, parse_row
-from dflashdist.data.keys import FORMAT
 from dflashdist.data.parts import CONVERSATION, ROW, Part
 from dflashdist.data.prepare import prepare
 from dflashdist.data.shards import TokenStore
+from dflashdist.data.workspace import FORMAT
 
 GOLDEN = Path(__file__).parent / "golden.json"
 AGAIN = "then write the file anew: python tests/data/test_format.py"
@@ -197,7 +197,7 @@ def test_rows_change_with_their_format_number_alone(tmp_path):
     assert golden["format"] == FORMAT or differ, f"FORMAT is new: {AGAIN}"
     assert not differ, (
         f"{', '.join(differ)}: not what rows of format {golden['format']} are. Stores that were "
-        f"made before must not be reused: raise FORMAT in dflashdist/data/keys.py, {AGAIN}"
+        f"made before must not be reused: raise FORMAT in dflashdist/data/workspace.py, {AGAIN}"
     )
     for kind, entries in now.items():
         assert entries.keys() == golden[kind].keys(), f"{kind} were added or removed: {AGAIN}"
@@ -208,7 +208,7 @@ if __name__ == "__main__":
         new = found(Path(place))
     old = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else None
     if old and old["format"] == FORMAT and (differ := changed(old, new)):
-        sys.exit(f"raise FORMAT in dflashdist/data/keys.py first: {', '.join(differ)} changed")
+        sys.exit(f"raise FORMAT in dflashdist/data/workspace.py first: {', '.join(differ)} changed")
     sections = [
         f'"{kind}": {{\n'
         + ",\n".join(f'"{name}": {json.dumps(entry)}' for name, entry in entries.items())

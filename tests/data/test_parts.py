@@ -19,9 +19,9 @@ from dflashdist.config import DataConfig, InputError
 from dflashdist.data import parts
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.parts import Part, PartMaker, PrepareJob, cut_length, make_parts, unusable
-from dflashdist.data.place import StorePlace
 from dflashdist.data.prepare import prepare
 from dflashdist.data.sources import Sources, Unit
+from dflashdist.data.workspace import StorePlace
 
 PREPARE = """
 import sys

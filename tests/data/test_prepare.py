@@ -13,12 +13,12 @@ import pytest
 from demo_files import TARGET
 
 from dflashdist.config import DataConfig, InputError
-from dflashdist.data import keys, messages, parts, splice, template
+from dflashdist.data import messages, parts, template, workspace
 from dflashdist.data import prepare as prepare_module
 from dflashdist.data.chat import ChatTokenizer
-from dflashdist.data.place import StorePlace
 from dflashdist.data.prepare import format_summary, prepare
 from dflashdist.data.shards import TokenStore, TokenStoreWriter
+from dflashdist.data.workspace import StorePlace
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")
 DATED = (
@@ -240,7 +240,7 @@ def test_names_of_target_and_template_change_nothing(tmp_path, monkeypatch):
 def test_another_tokenizers_package_makes_another_store(tmp_path, monkeypatch):
     lines = [talk("What?", "A thing.")]
     run(tmp_path, lines)
-    monkeypatch.setattr(keys, "version", lambda name: f"{name} of tomorrow")
+    monkeypatch.setattr(workspace, "version", lambda name: f"{name} of tomorrow")
     with pytest.raises(InputError, match="differs in the version of tokenizers or jinja2;"):
         run(tmp_path, lines, overwrite=False)
 
@@ -354,8 +354,8 @@ def test_duplicates_are_counted_and_dropped_on_request(tmp_path, chat):
     summary = run(tmp_path, lines)
     assert summary["duplicates"] == 2 and summary["kept"] == 4 and not summary["rejected"]
     summary = run(tmp_path, lines, deduplicate=True, max_rejected=0)
-    assert summary["rejected"] == {splice.DUPLICATE: 2} and summary["kept"] == 2
-    assert summary["examples"][splice.DUPLICATE] == [
+    assert summary["rejected"] == {prepare_module.DUPLICATE: 2} and summary["kept"] == 2
+    assert summary["examples"][prepare_module.DUPLICATE] == [
         f"{tmp_path / 'rows.jsonl'}:3", f"{tmp_path / 'rows.jsonl'}:4"
     ]  # fmt: skip
     assert summary["duplicates"] == 2
@@ -372,7 +372,7 @@ def test_what_a_weight_repeats_is_no_duplicate(tmp_path):
         data = DataConfig(deduplicate=True, max_rejected=0, workers=workers)
         summary = prepare([f"{file},weight=3"], TARGET, tmp_path / f"{workers}", data)
         assert summary["source_rows"] == 3 * 701 and summary["kept"] == 3 * 700
-        assert summary["duplicates"] == 3 and summary["rejected"] == {splice.DUPLICATE: 3}
+        assert summary["duplicates"] == 3 and summary["rejected"] == {prepare_module.DUPLICATE: 3}
     # The same file as another source is another copy of it, also where its one row follows itself.
     file = write(tmp_path / "row.jsonl", lines[:1])
     twice = prepare([file, file], TARGET, tmp_path / "twice", DataConfig())
@@ -419,7 +419,7 @@ def test_validation_sources_are_never_trained_on(tmp_path, chat):
     lines = [talk("What?", "Other words."), talk("Why?", "A reason."), talk("Why?", "A reason.")]
     options = {"validation": [str(held)], "max_rejected": 0.4}
     summary = run(tmp_path, lines, **options)
-    assert summary["rejected"] == {splice.RESERVED: 1}
+    assert summary["rejected"] == {prepare_module.RESERVED: 1}
     assert summary["kept"] == 2 and summary["duplicates"] == 1
     inside = summary["validation"]
     assert inside["source_rows"] == 3 == inside["kept"] + sum(inside["rejected"].values())

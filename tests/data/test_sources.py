@@ -15,7 +15,7 @@ import zstandard
 from spelled import spelled_rows
 
 from dflashdist.config import InputError
-from dflashdist.data import messages, readers, units
+from dflashdist.data import messages, readers, sources
 from dflashdist.data.conversations import RowError, parse_prompt, parse_row
 from dflashdist.data.locate import Dataset, refuse_inside
 from dflashdist.data.sources import Source, Sources, parse_source
@@ -423,8 +423,8 @@ def test_weights_and_caps(tmp_path, weight, cap):
 
 
 def test_units_are_full_and_skipped_alike(tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "UNIT_ROWS", 10)
-    monkeypatch.setattr(units, "UNIT_BYTES", 600)
+    monkeypatch.setattr(sources, "UNIT_ROWS", 10)
+    monkeypatch.setattr(sources, "UNIT_BYTES", 600)
     generator = random.Random(0)
     rows = [{"text": "x" * generator.choice([10, 40, 200, 900])} for _ in range(200)]
     for k in range(4):
@@ -436,7 +436,7 @@ def test_units_are_full_and_skipped_alike(tmp_path, monkeypatch):
         row["text"] for row in rows * 2
     ]
     for unit in whole:
-        sizes = [units.payload_size(payload) for _, payload in unit.rows()]
+        sizes = [sources.payload_size(payload) for _, payload in unit.rows()]
         assert len(sizes) == 1 or (len(sizes) <= 10 and sum(sizes) <= 600)
     lines = [unit for unit in whole if isinstance(unit.content, list)]
     assert len({origin.split(":")[0] for unit in lines for origin, _ in unit.rows()}) == 4

@@ -17,8 +17,7 @@ from run_folder import assert_same_bits, losses, scalars, slots, trace, weights
 
 from dflashdist.cluster.world import Place
 from dflashdist.config import CheckpointConfig, InputError, load_config
-from dflashdist.data.collate import collate
-from dflashdist.data.shards import TokenStore, TokenStoreWriter
+from dflashdist.data.shards import TokenStore, TokenStoreWriter, collate
 from dflashdist.model.blocks import pack
 from dflashdist.model.drafter import Drafter
 from dflashdist.model.loss import DrafterBatch

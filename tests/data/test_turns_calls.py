@@ -7,9 +7,9 @@ from test_families import CHATML, HARMONY, RESULT, TOOLS, answer, user
 from tiny_targets import shipped, write_target
 
 from dflashdist.data import turns
-from dflashdist.data.calls import writes_calls
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.conversations import Conversation, RowError
+from dflashdist.data.turns import writes_calls
 
 ARGUMENTS = {
     "text": "é <b> \"q\" 'x'\\\n y", "n": 1.5, "b": True, "z": None, "l": [1, {"a": "b"}],

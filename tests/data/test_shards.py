@@ -12,8 +12,7 @@ import torch
 
 from dflashdist.config import InputError
 from dflashdist.data import shards
-from dflashdist.data.collate import collate
-from dflashdist.data.shards import TokenStore, TokenStoreWriter
+from dflashdist.data.shards import TokenStore, TokenStoreWriter, collate
 
 SETTINGS = {"pad_id": 9, "max_length": 64}
 ROWS = [
