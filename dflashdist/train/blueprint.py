@@ -44,7 +44,8 @@ from dflashdist.train.sources import Rows
 class Blueprint:
     """What every rank knows before it joins; the same on all of them. Raises InputError."""
 
-    def __init__(self, config: Config, place: Place) -> None:
+    def __init__(self, config: Config, place: Place, damaged: dict[str, str] | None = None) -> None:
+        """`damaged`: checkpoints that rank 0 has found to be, and how."""
         if not config.data.store:
             raise InputError(
                 "data.store is not set: name the folder that `dflashdist prepare` wrote"
@@ -104,7 +105,7 @@ class Blueprint:
         self.depth = queue_depth(config.pipeline, self.steps.window, self.roles.num_targets)
         self.rows = Rows(self.stream, self.store, held_out, self.store.meta["pad_id"])
         self.folder = Path(config.run.dir)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.checkpoint, damaged)
         self.resume = self.checkpoints.choose(config.train.resume, place.attempt > 0)
         self.saved: dict[str, Any] = {}
         self.changes: list[str] = []  # of the configuration, since the checkpoint

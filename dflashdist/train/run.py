@@ -12,6 +12,7 @@ from dflashdist.cluster.world import Place, World, choose_device
 from dflashdist.config import Config, InputError, dump_config
 from dflashdist.files import hold, whole_file
 from dflashdist.train.blueprint import Blueprint, check_first_weights, check_tokenizer, versions
+from dflashdist.train.checkpoint import damage
 from dflashdist.train.metrics import ConsoleHandler
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,24 @@ def train_rank(config: Config) -> None:
         lock.close()
 
 
+def begin_whole(blueprint: Blueprint) -> tuple[Blueprint, dict[str, str]]:
+    """The blueprint that begins from the newest checkpoint whose files, all read, are as they were
+    saved; and what is wrong with newer ones, by path."""
+    damaged: dict[str, str] = {}
+    while blueprint.resume and (found := damage(blueprint.resume, contents=True)):
+        damaged[str(blueprint.resume)] = found
+        blueprint = Blueprint(blueprint.config, blueprint.place, damaged)
+    return blueprint, damaged
+
+
 def work(blueprint: Blueprint, world: World) -> None:
     """What this rank does once it has joined."""
+    if world.rank == 0:  # which alone reads the checkpoint through; the others take its word
+        world.health.phase("read the checkpoint")
+        blueprint, damaged = begin_whole(blueprint)
+        world.store.set("damaged", json.dumps(damaged))
+    elif damaged := json.loads(world.health.wait_key(world.store, "damaged")):
+        blueprint = Blueprint(blueprint.config, blueprint.place, damaged)
     world.agree(blueprint.agreement())
     if world.rank == 0:
         announce(blueprint, world)
@@ -92,6 +109,8 @@ def announce(blueprint: Blueprint, world: World) -> None:
         print(f"the first weights are those of {config.drafter.init_from}")
     if blueprint.first_step >= steps.num_steps:
         print(f"step {blueprint.first_step:,} was the last: nothing is left to train")
+    for text in blueprint.checkpoints.passed_over:
+        log.warning("checkpoint passed over: %s", text)
     for note in blueprint.notes:
         print(f"NOTE: {note}")
     print(f"run folder {blueprint.folder}", flush=True)

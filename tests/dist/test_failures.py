@@ -147,15 +147,37 @@ def test_a_run_folder_is_one_job_s(slow, tmp_path):
     assert first.results() == [None] * 4
 
 
+def flip_a_bit(file: Path) -> None:
+    """In the middle; only reading it all shows, which rank 0 does once all have joined."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_all_ranks_pass_over_a_damaged_checkpoint(slow, run_ranks, tmp_path):
+    """To end with the weights of a run whose newest was whole."""
+    folder = tmp_path / "run"
+    quick = [*slow, "pipeline.delay_ms=0", "checkpoint.every=2"]
+    run_ranks(4, train_overrides, [*quick, "train.max_steps=4"])
+    whole = {name: tensor.clone() for name, tensor in weights(folder, 4).items()}  # off the file
+    file = folder / "checkpoints/step_00000004/trainer/weights.safetensors"
+    flip_a_bit(file)
+    run_ranks(4, train_overrides, [*quick, "train.max_steps=4"])
+    assert lives(folder) == [0, 2]
+    assert_same_bits(whole, weights(folder, 4))
+    log = (folder / "logs/rank0.log").read_text()
+    assert f"WARNING dflashdist.train.run: checkpoint passed over: {file}: holds something" in log
+
+
 def test_a_refusal_after_joining_names_the_fix(slow, tmp_path):
-    """An unreadable checkpoint file is the user's to mend: no advice to just start again."""
+    """A damaged checkpoint, the only one, is the user's to mend: no advice to just start again."""
     folder = tmp_path / "run"
     Ranks(4, train_overrides, [*slow, "train.max_steps=4", "pipeline.delay_ms=0"]).results()
     file = folder / "checkpoints/step_00000004/trainer/optimizer.pt"
-    file.write_bytes(file.read_bytes()[:100])
+    flip_a_bit(file)
     shutil.rmtree(folder / "logs")
     assert all(Ranks(4, train_overrides, slow).exit_codes(60))
     assert causes(folder)
     for cause in causes(folder):
-        assert f": {file}: cannot be read" in cause, cause
-        assert cause.endswith("delete this checkpoint's folder to go on from the one before\n")
+        assert f": {file}: holds something else than was saved" in cause, cause
+        assert cause.endswith("delete it to start anew, or take another run.dir\n")

@@ -17,7 +17,8 @@ from dflashdist.model.drafter import Drafter
 from dflashdist.model.drafter_folder import load_drafter
 from dflashdist.train.blueprint import Blueprint
 from dflashdist.train.checkpoint import load_training
-from dflashdist.train.optim import build_optimizer
+from dflashdist.train.optim import WeightAverage, build_optimizer
+from dflashdist.train.run import begin_whole
 
 CPU = torch.device("cpu")
 TARGET = {
@@ -84,6 +85,7 @@ class Trained:
         self.drafter = Drafter(plan.shape)
         self.drafter.reset_parameters("fan_in", seed=seed)
         self.optimizer = build_optimizer(plan.config.optim, self.drafter)
+        self.average: WeightAverage | None = None
         self.learn()
 
     def learn(self) -> None:
@@ -97,7 +99,9 @@ class Trained:
             "cursor": step * self.blueprint.steps.window,
             "config": dump_config(self.blueprint.config),
         }
-        return self.blueprint.checkpoints.save(step, self.drafter, self.optimizer, facts)
+        return self.blueprint.checkpoints.save(
+            step, self.drafter, self.optimizer, facts, self.average
+        )
 
 
 @pytest.fixture
@@ -182,7 +186,7 @@ def test_what_is_removed_loses_its_name_first(trained, overrides, monkeypatch):
     """A kill while an old checkpoint's files go leaves no half of one under its name."""
     checkpoints = trained.blueprint.checkpoints
     old = trained.save(3)
-    (old.parent / ".step_00000009.old.partial").mkdir()  # of a kill in earlier times
+    (old.parent / ".step_00000009.old.partial.dropped.partial").mkdir()  # of a kill before
 
     def killed(folder, ignore_errors=False):
         if folder.exists():
@@ -326,17 +330,86 @@ def test_what_may_differ(trained, overrides):
     assert Blueprint(config, Place(world_size=2)).first_step == 5
 
 
-@pytest.mark.parametrize(
-    "file", ["trainer/state.json", "trainer/weights.safetensors", "trainer/optimizer.pt"]
-)
-def test_a_truncated_file_is_refused(trained, overrides, file):
-    """Bytes lost after the rename, by a disk or a copy, are never trained on from."""
-    place = trained.save(5)
-    whole = (place / file).read_bytes()
-    (place / file).write_bytes(whole[: len(whole) // 2])
-    fresh = Drafter(trained.blueprint.shape)
-    optimizer = build_optimizer(trained.blueprint.config.optim, fresh)
-    with pytest.raises(InputError, match=f"{place / file}: "):
-        again = blueprint(overrides)
-        assert again.resume is not None
-        load_training(again.resume, fresh, optimizer, CPU)
+# ---- what a disk or a copy does to a checkpoint
+
+
+def resumed(overrides: list[str], *more: str) -> Blueprint:
+    """What a run that starts now begins from, once rank 0 has read the files."""
+    return begin_whole(blueprint(overrides, *more))[0]
+
+
+def removed(file: Path) -> None:
+    file.unlink()
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def flipped(file: Path) -> None:
+    """One bit in its middle, the size as before."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+FILES = [
+    "config.json", "model.safetensors", "ema/config.json", "ema/model.safetensors",
+    "trainer/ema.safetensors", "trainer/optimizer.pt", "trainer/state.json",
+    "trainer/weights.safetensors",
+]  # fmt: skip
+
+
+@pytest.fixture
+def averaged(overrides) -> Trained:
+    """With every file that a checkpoint may have."""
+    trained = Trained(blueprint(overrides, "optim.ema=0.9"))
+    trained.average = WeightAverage(trained.drafter, 0.9)
+    return trained
+
+
+@pytest.mark.parametrize("harm", [removed, cut, emptied, flipped])
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_checkpoint_is_passed_over(averaged, overrides, file, harm):
+    """And named, with its file; the one before it is used. Asked for by name it is refused."""
+    before, newest = averaged.save(5), averaged.save(10)
+    names = [str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()]
+    assert sorted(names) == sorted(FILES)
+    assert resumed(overrides).resume == newest
+    harm(newest / file)
+    again = resumed(overrides)
+    assert again.resume == before and again.first_step == 5
+    (why,) = again.checkpoints.passed_over
+    assert why.startswith(f"{newest / file}: "), why
+    elsewhere = f"run.dir={newest.parents[1].with_name('elsewhere')}"
+    with pytest.raises(InputError, match=rf"train\.resume={newest}: .*{Path(file).name}"):
+        resumed(overrides, f"train.resume={newest}", elsewhere)
+
+
+def test_where_no_checkpoint_is_whole_nothing_starts_anew(trained, overrides):
+    older, newest = trained.save(5), trained.save(10)
+    flipped(newest / "trainer/optimizer.pt")
+    cut(older / "trainer/weights.safetensors")
+    with pytest.raises(InputError, match=r"step_00000010/.*optimizer\.pt: .*no checkpoint before"):
+        resumed(overrides)
+
+
+def test_a_checkpoint_of_another_run_is_not_pruned(trained, overrides, tmp_path):
+    """Somebody may have put it here."""
+    other = Trained(blueprint(overrides, "seed=7", f"run.dir={tmp_path / 'other'}")).save(3)
+    shutil.copytree(other, trained.blueprint.checkpoints.place(3))
+    for step in (5, 6, 7):
+        trained.save(step)
+    assert names(trained) == [f"step_{step:08d}" for step in (3, 6, 7)]
+
+
+def test_a_damaged_one_is_replaced_and_pruned_like_others(trained, overrides):
+    """It counts among the last n by its name, until its step is saved again."""
+    trained.save(5)
+    cut(trained.save(10) / "model.safetensors")
+    trained.save(10)
+    assert resumed(overrides).first_step == 10 and not resumed(overrides).checkpoints.passed_over

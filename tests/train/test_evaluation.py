@@ -27,7 +27,7 @@ from dflashdist.model.target_files import TargetTensors
 from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 from dflashdist.schedule.stream import EVALUATION
 from dflashdist.train.blueprint import Blueprint
-from dflashdist.train.checkpoint import Checkpoints
+from dflashdist.train.checkpoint import SAME, Checkpoints
 from dflashdist.train.evaluation import RoundLog
 from dflashdist.train.optim import build_optimizer
 
@@ -354,15 +354,16 @@ def test_the_best_is_never_pruned(tmp_path):
     drafter.reset_parameters("fan_in", seed=0)
     optimizer = build_optimizer(load_config(None).optim, drafter)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1))
+    facts = dict.fromkeys(("fingerprint", "fingerprint_parts", "config", *SAME), "of this run")
     for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5)):
         checkpoints.best = best
-        checkpoints.save(step, drafter, optimizer, {})
+        checkpoints.save(step, drafter, optimizer, facts)
         assert list(checkpoints.steps()) == sorted({step, best or step})
         assert not best or os.readlink(tmp_path / "best") == f"step_{best:08d}"
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000005", "step_00000006", "best"}
     checkpoints.kept = {5}
     checkpoints.best = 7
-    checkpoints.save(7, drafter, optimizer, {})
+    checkpoints.save(7, drafter, optimizer, facts)
     assert list(checkpoints.steps()) == [5, 7]
 
 
