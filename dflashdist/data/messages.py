@@ -263,8 +263,9 @@ def _answer(message: dict[str, Any], content: str) -> Message:
 def _is_learnt(message: dict[str, Any]) -> bool:
     """What the flags of an answer say, which goes before axolotl's list of its parts."""
     said = [message[key] for key in FLAGS if message.get(key) is not None]
-    said += [1 - value if value in (0, 1) else value for value in [message.get("masked")]
-             if value is not None]  # fmt: skip
+    masked = message.get("masked")
+    if masked is not None:
+        said.append(1 - masked if masked in (0, 1) else masked)
     if any(value not in (0, 1) for value in said):
         raise RowError(BAD_FLAG)
     if len(set(said)) > 1:

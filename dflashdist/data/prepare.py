@@ -372,15 +372,11 @@ def _about(gathered: Gathered, goes: np.ndarray, data: DataConfig) -> dict[str, 
 def _about_share(gathered: Gathered, goes: np.ndarray, data: DataConfig) -> dict[str, Any]:
     """The same of a validation store that is a share: only what went into it is known of it."""
     inside = goes == TO_VALIDATION
+    kept, copies = map(int, (np.count_nonzero(inside), np.count_nonzero(gathered.copies & inside)))
     return {
-        "source_rows": int(np.count_nonzero(inside)),
-        "kept": int(np.count_nonzero(inside)),
-        "to_validation": 0,
-        "rejected": {},
-        "examples": {},
-        "duplicates": int(np.count_nonzero(gathered.copies & inside)),
-        "deduplicated": data.deduplicate,
-    }
+        "source_rows": kept, "kept": kept, "to_validation": 0, "rejected": {}, "examples": {},
+        "duplicates": copies, "deduplicated": data.deduplicate,
+    }  # fmt: skip
 
 
 def num_cores() -> int:

@@ -129,7 +129,9 @@ def no_answer(row: dict[str, Any], fields: Mapping[str, str]) -> RowError:
 def _hint(row: dict[str, Any], fields: Mapping[str, str]) -> str:
     """The columns of a row of no known shape, and what would make it one."""
     filled = [name for name, value in row.items() if value not in EMPTY]
-    names = [f"{name[:SHOWN_LETTERS]}..." if name[SHOWN_LETTERS:] else name for name in filled]
+    # A row's text must not drive the reader's terminal.
+    plain = [name if name.isprintable() else ascii(name) for name in filled]
+    names = [f"{name[:SHOWN_LETTERS]}..." if name[SHOWN_LETTERS:] else name for name in plain]
     more = f" and {len(names) - SHOWN_COLUMNS} more" if names[SHOWN_COLUMNS:] else ""
     shown = f"its columns are {', '.join(names[:SHOWN_COLUMNS])}{more}" if names else "it is empty"
     columns = _Columns(row, fields)

@@ -187,6 +187,8 @@ def test_what_was_chosen_is_read():
         ({"id": 3, "when": "now"}, m.NO_MESSAGES,
          "its columns are id, when; name them by data.fields.messages"),
         ({f"c{i}": i for i in range(20)}, m.NO_MESSAGES, "c6, c7 and 12 more; name"),
+        ({"\x1b[2J": 1, "\ud83d": 2, "x" * 50: 3}, m.NO_MESSAGES,
+         f"its columns are '\\x1b[2J', '\\ud83d', {'x' * 40}...; name"),
         ({}, m.NO_MESSAGES, "it is empty; name"),
         ({"messages": [Q]}, m.NO_ANSWER, ""),
     ],
