@@ -131,6 +131,7 @@ def _hint(row: dict[str, Any], fields: Mapping[str, str]) -> str:
     filled = [name for name, value in row.items() if value not in EMPTY]
     # A row's text must not drive the reader's terminal.
     plain = [name if name.isprintable() else ascii(name) for name in filled]
+    said = dict(zip(filled, plain, strict=True))
     names = [f"{name[:SHOWN_LETTERS]}..." if name[SHOWN_LETTERS:] else name for name in plain]
     more = f" and {len(names) - SHOWN_COLUMNS} more" if names[SHOWN_COLUMNS:] else ""
     shown = f"its columns are {', '.join(names[:SHOWN_COLUMNS])}{more}" if names else "it is empty"
@@ -139,9 +140,9 @@ def _hint(row: dict[str, Any], fields: Mapping[str, str]) -> str:
     lists = [name for name in free if isinstance(row[name], list) and _first(row[name])]
     talks = [name for name in lists if _first(row[name]).keys() & {"role", "from"}]
     if talks:
-        return f"{shown}; data.fields.messages={talks[0]} reads it"
+        return f"{shown}; data.fields.messages={said[talks[0]]} reads it"
     if lists:
-        return f"{shown}; give the rows in {lists[0]} a file of their own"
+        return f"{shown}; give the rows in {said[lists[0]]} a file of their own"
     texts = [name for name in free if isinstance(row[name], str)]
     there = {"prompt": columns.question() not in EMPTY, "answer": columns.answer() not in EMPTY}
     found = {

@@ -189,6 +189,8 @@ def test_what_was_chosen_is_read():
         ({f"c{i}": i for i in range(20)}, m.NO_MESSAGES, "c6, c7 and 12 more; name"),
         ({"\x1b[2J": 1, "\ud83d": 2, "x" * 50: 3}, m.NO_MESSAGES,
          f"its columns are '\\x1b[2J', '\\ud83d', {'x' * 40}...; name"),
+        ({"\x1b[2J": [Q, A]}, m.NO_MESSAGES, r"data.fields.messages='\x1b[2J' reads"),
+        ({"\ud83d": [{"a": 1}]}, m.NO_MESSAGES, r"give the rows in '\ud83d' a file"),
         ({}, m.NO_MESSAGES, "it is empty; name"),
         ({"messages": [Q]}, m.NO_ANSWER, ""),
     ],
