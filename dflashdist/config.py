@@ -314,12 +314,11 @@ def changed_settings(before: str, config: Config) -> list[str]:
 
 
 def _merge(tree: Any, layer: Any, origin: str, whole: bool) -> Any:
-    """`layer` over `tree`. `whole`: the terms of the loss that it names are all there are."""
+    """`layer` over `tree`, in place. `whole`: the terms that it names are all there are."""
     try:
         if whole and OmegaConf.is_dict(layer) and OmegaConf.select(layer, "loss.terms") is not None:
-            tree = OmegaConf.merge(tree)  # a copy
             tree.loss.terms = {}
-        return OmegaConf.merge(tree, layer)
+        return OmegaConf.unsafe_merge(tree, layer)  # in place: copies would be most of the time
     except ConfigKeyError as error:
         key = str(error.full_key or error.key)
         if origin.startswith(key):  # an override: all of its key, not only the unknown section

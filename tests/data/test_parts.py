@@ -88,6 +88,7 @@ def job(folder: Path, **data) -> PrepareJob:
     return PrepareJob(folder, str(TARGET), None, None, chat.fingerprint, DataConfig(**data))
 
 
+@pytest.mark.dist
 def test_workers_change_nothing(rows, reference, tmp_path):
     summary = prepare([rows], TARGET, tmp_path / "store", DataConfig(workers=3, validation=0.1))
     assert files(tmp_path / "store") == reference
@@ -96,6 +97,7 @@ def test_workers_change_nothing(rows, reference, tmp_path):
     assert os.listdir(tmp_path) == ["store"]
 
 
+@pytest.mark.dist
 def test_a_killed_prepare_goes_on_and_ends_with_the_same_store(rows, reference, tmp_path):
     out = tmp_path / "store"
     partial = StorePlace(out).partial
@@ -134,6 +136,7 @@ def test_parts_of_something_else_are_not_gone_on_with(rows, tmp_path):
     assert not partial.exists()
 
 
+@pytest.mark.dist
 def test_a_part_that_is_there_is_used(rows, tmp_path):
     """Also one after a gap: the order of the units alone decides where it goes."""
     chat = ChatTokenizer.load(TARGET)
@@ -148,6 +151,7 @@ def test_a_part_that_is_there_is_used(rows, tmp_path):
             path.unlink()
 
 
+@pytest.mark.dist
 def test_a_killed_worker_ends_it_and_leaves_the_parts(rows, reference, tmp_path):
     out = tmp_path / "store"
     partial = StorePlace(out).partial
@@ -168,6 +172,7 @@ def test_a_killed_worker_ends_it_and_leaves_the_parts(rows, reference, tmp_path)
     assert files(out) == reference
 
 
+@pytest.mark.dist
 def test_few_units_are_in_memory(rows, tmp_path):
     class Counted(Sources):
         read = 0

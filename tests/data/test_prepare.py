@@ -363,6 +363,7 @@ def test_duplicates_are_counted_and_dropped_on_request(tmp_path, chat):
     assert "A thing." in first and "A reason." in second
 
 
+@pytest.mark.dist
 def test_what_a_weight_repeats_is_no_duplicate(tmp_path):
     lines = [talk(f"What is {i}?", "A thing.") for i in range(700)] + [
         talk("What is 3?", "A thing.")

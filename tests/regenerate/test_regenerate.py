@@ -519,6 +519,7 @@ def start_and_stop(server, source, out, how, answers):
     return child.returncode, said
 
 
+@pytest.mark.dist
 def test_killed_and_started_again_asks_only_what_was_in_flight(server, tmp_path, out):
     source = write(tmp_path / "in.jsonl", [[user(f"a{i}"), assistant("x")] for i in range(40)])
     server.troubles = {f"a{i}": ["wait"] for i in range(20, 40)}
@@ -539,6 +540,7 @@ def test_killed_and_started_again_asks_only_what_was_in_flight(server, tmp_path,
     assert sorted(talks(out)) == sorted(f"a{i}" for i in range(40))
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_it_keeps_even_the_first_answers_in_flight(server, tmp_path, out, how):
     source = write(
@@ -564,6 +566,7 @@ def test_stopped_it_keeps_even_the_first_answers_in_flight(server, tmp_path, out
     assert sum(asked.values()) == 30 + 4  # the four that nobody had answered yet
 
 
+@pytest.mark.dist
 def test_in_the_background_ctrl_c_is_somebody_elses(server, tmp_path, out):
     """SIGINT that was ignored at the start stays so."""
     server.always = "wait"
