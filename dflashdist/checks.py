@@ -57,6 +57,7 @@ def validate(config: Config) -> None:
         "optim.kind": ("adamw", "muon"),
         "optim.schedule": ("cosine", "wsd", "constant"),
         "train.device": (AUTO, "cpu", "cuda"),
+        "train.warm_up_widest": (AUTO, "always", "never"),
         "checkpoint.dtype": ("bfloat16", "float16", "float32"),
     }
     for key, allowed in choices.items():

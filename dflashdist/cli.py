@@ -187,6 +187,7 @@ def parser() -> argparse.ArgumentParser:
     sub = command("plan", "Buckets, steps and their cost; no model, no GPU.", run_plan)
     sub.add_argument("conf", metavar="CONF", help="a YAML configuration")
     sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides")
+    sub.add_argument("--ranks", type=int, help="of the job [as many as roles names]")
     sub.add_argument("--json", action="store_true", help="print the report as JSON")
     sub = command("train", "One rank of the training job.", run_train)
     sub.add_argument("conf", metavar="CONF", help="a YAML configuration")

@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dflashdist.checks import least_share, needs_last
-from dflashdist.config import Config, InputError, known_keys, load_config, queue_depth
+from dflashdist.config import Config, InputError, known_keys, load_config
 from dflashdist.export import DTYPES as DTYPES  # for cli.py
 from dflashdist.export import FORMATS as FORMATS
 
@@ -153,75 +152,19 @@ def run_regenerate(options: argparse.Namespace) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> None:
-    from dflashdist.cluster.roles import assign_roles
-    from dflashdist.schedule.plan import Plan, Steps
-    from dflashdist.schedule.report import plan_report, print_report, read_lengths
+    from dflashdist.schedule.report import print_report
+    from dflashdist.train.job import TrainingJob
 
     config = load_config(options.conf, options.overrides)
-    if config.data.lengths:
-        lengths, supervised = read_lengths(config.data.lengths, config.data.max_length)
-        fingerprint = ""
-    elif config.data.store:
-        from dflashdist.data.shards import TokenStore
+    if options.ranks is not None and options.ranks < 1:
+        raise InputError(f"--ranks {options.ranks}: at least 1")
+    job = TrainingJob(config, options.ranks, planning=True)
+    if job.store_if_any and job.shape_if_known:
+        from dflashdist.train.token_checks import check_tokens
 
-        store = TokenStore.open(config.data.store)
-        lengths, supervised, fingerprint = store.lengths, store.supervised, store.fingerprint
-    else:
-        raise InputError("set data.store (of `dflashdist prepare`) or data.lengths (a .npy file)")
-    drafter = config.drafter
-    features, hidden_size = message_shape(config)
-    roles = assign_roles(config.roles, config.target.tensor_parallel, None)
-    plan = Plan(
-        lengths,
-        supervised,
-        config.schedule,
-        num_anchors=drafter.num_anchors,
-        block_size=drafter.block_size,
-        seed=config.seed,
-        min_share=least_share(
-            config.schedule, roles.num_drafters * config.train.accumulation_steps
-        ),
-        store=fingerprint,
-    )
-    steps = Steps(
-        plan,
-        num_drafters=roles.num_drafters,
-        accumulation=config.train.accumulation_steps,
-        num_steps=config.train.max_steps,
-        epochs=config.train.epochs or (None if config.train.max_steps else 1.0),
-    )
-    report = plan_report(
-        plan,
-        steps,
-        queue_depth=queue_depth(config.pipeline, steps.window, roles.num_targets),
-        num_features=features,
-        hidden_size=hidden_size,
-        bytes_per_value=4 if config.target.dtype == "float32" else 2,
-    )
+        check_tokens(job)
+    report = job.report()
     print(json.dumps(report, indent=1) if options.json else print_report(report))
-
-
-def message_shape(config: Config) -> tuple[int, int | None]:
-    """States a token and the target's hidden size (None without target.path). Raises InputError.
-
-    States: of the tapped layers, and the last one where the objective needs it.
-    """
-    ids = config.drafter.target_layer_ids
-    features = config.drafter.num_features if ids is None else len(ids)
-    states = features + needs_last(config.loss, config.drafter)
-    if not config.target.path:
-        return states, None
-    from dflashdist.model.shape import check_layer_ids, default_layer_ids
-    from dflashdist.model.target_files import check_supported, read_target_config
-
-    try:
-        target = read_target_config(config.target.path, config.target.revision)
-    except InputError as error:
-        raise InputError(f"{error}; target.path=null plans without message sizes") from error
-    check_supported(target)
-    num_layers = target["num_hidden_layers"]
-    check_layer_ids(default_layer_ids(num_layers, features) if ids is None else ids, num_layers)
-    return states, target["hidden_size"]
 
 
 def run_train(options: argparse.Namespace) -> None:

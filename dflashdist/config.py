@@ -112,7 +112,8 @@ class DrafterConfig:
     num_anchors: int = 512  # anchors a row, at most
     num_features: int = 5  # tapped target layers, when target_layer_ids is null
     target_layer_ids: list[int] | None = None  # 0-based; id l is the output of decoder layer l
-    mask_token_id: int | None = None
+    mask_token_id: int | None = None  # null = the first embedding row past the tokenizer
+    mask_token_in_data: bool = False  # true: a mask token that rows hold is a note, no refusal
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
@@ -188,6 +189,7 @@ class TrainConfig:
     resume: str = AUTO  # auto | none | path of a checkpoint folder
     max_bad_steps: int = 5  # skipped steps in a row that end the run
     device: str = AUTO  # auto | cpu | cuda
+    warm_up_widest: str = AUTO  # the widest micro-batches first: always | never | auto = on CUDA
     log_every: int = 1  # steps a console line and a tensorboard point
 
 
@@ -339,6 +341,14 @@ def value_of(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+def states_dtype(dtype: str, device: str) -> str:
+    """The target's dtype by name, and so that of hidden states: auto is bfloat16 on CUDA, else
+    float32. device: cpu | cuda."""
+    if dtype == AUTO:
+        return "bfloat16" if device == "cuda" else "float32"
+    return dtype
 
 
 def queue_depth(config: PipelineConfig, window: int, num_targets: int) -> int:

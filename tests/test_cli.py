@@ -43,14 +43,15 @@ def lengths(tmp_path) -> str:
 
 def test_plan_json(lengths, tmp_path, capsys):
     arguments = ["plan", str(tmp_path / "empty.yaml"), f"data.lengths={lengths}",
-                 "roles.num_drafters=2", "schedule.max_tokens=2048"]  # fmt: skip
+                 "roles.num_drafters=2", "schedule.max_tokens=2048", "train.epochs=1"]  # fmt: skip
     assert main([*arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {
         "num_rows", "num_buckets", "bucket_edges", "micro_batches_per_epoch", "rows_per_bucket",
         "steps", "padding_efficiency", "max_share_deviation", "share_deviation_bound",
         "step_imbalance", "wasted_fraction", "max_gap", "queue_bytes", "max_message_bytes",
-        "fingerprint",
+        "fingerprint", "step_mix", "step_mix_vs_shuffle", "anchor_efficiency", "evaluation",
+        "num_ranks", "notes",
     } <= report.keys()  # fmt: skip
     assert report["num_rows"] == 300 and sum(report["rows_per_bucket"]) == 300
     assert report["max_share_deviation"] <= report["share_deviation_bound"]
@@ -59,31 +60,30 @@ def test_plan_json(lengths, tmp_path, capsys):
 
 
 def test_plan_knows_the_message_size(lengths, tmp_path, capsys, tiny_target):
-    arguments = ["plan", str(tmp_path / "empty.yaml"), f"data.lengths={lengths}", "--json",
-                 f"target.path={tiny_target}"]  # fmt: skip
-    assert main([*arguments[:3], arguments[4], "drafter.target_layer_ids=[1,3]", "--json"]) == 0
+    arguments = ["plan", str(tmp_path / "empty.yaml"), f"data.lengths={lengths}",
+                 f"target.path={tiny_target}", "train.epochs=1"]  # fmt: skip
+    assert main([*arguments, "drafter.target_layer_ids=[1,3]", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["max_message_bytes"] > 2 * 2 * 32 * 500
-    error = refused(capsys, *arguments[:3], arguments[4], "drafter.target_layer_ids=[1,6]")
+    error = refused(capsys, *arguments, "drafter.target_layer_ids=[1,6]")
     assert "6 is no layer" in error and "0 to 5" in error
 
 
 def test_a_plan_is_that_of_the_run(tmp_path, capsys, tiny_overrides):
     """The fingerprint too, which holds the store's."""
-    from dflashdist.cluster.world import Place
     from dflashdist.config import load_config
-    from dflashdist.train.blueprint import Blueprint
+    from dflashdist.train.job import TrainingJob
 
     (tmp_path / "empty.yaml").touch()
     assert main(["plan", str(tmp_path / "empty.yaml"), *tiny_overrides, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    run = Blueprint(load_config(None, tiny_overrides), Place())
+    run = TrainingJob(load_config(None, tiny_overrides), 1)
     assert report["fingerprint"] == run.plan.fingerprint
 
 
 def test_refusals(capsys, tmp_path, lengths):
     empty = str(tmp_path / "empty.yaml")
-    assert "set data.store" in refused(capsys, "plan", empty)
+    assert "data.store is not set" in refused(capsys, "plan", empty)
     assert "no such configuration" in refused(capsys, "plan", str(tmp_path / "none.yaml"))
     assert "no token store" in refused(capsys, "plan", empty, f"data.store={tmp_path / 'nope'}")
     assert "nearest known key" in refused(capsys, "plan", empty, "seeed=1")

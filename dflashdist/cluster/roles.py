@@ -33,8 +33,18 @@ class Roles:
         return DRAFTER if rank in self.drafter_ranks else TARGET
 
 
+def implied_world_size(config: RolesConfig) -> int:
+    """How many ranks `roles` describes; what is not given counts as little as it can."""
+    targets, drafters = config.num_targets, config.num_drafters
+    if config.layout == COLOCATED:
+        return drafters or 1
+    if config.layout == SPLIT or targets is not None or (drafters or 1) > 1:
+        return (targets or 1) + (drafters or 1)
+    return 1
+
+
 def assign_roles(config: RolesConfig, tensor_parallel: int, world_size: int | None) -> Roles:
-    """The roles of a job of `world_size` ranks; None takes the world that `roles` describes.
+    """The roles of a job of `world_size` ranks; None: of as many as `roles` describes.
 
     Raises InputError with the arithmetic where the counts do not add up.
     """
@@ -45,9 +55,7 @@ def assign_roles(config: RolesConfig, tensor_parallel: int, world_size: int | No
         )
     targets, drafters = config.num_targets, config.num_drafters
     if world_size is None:
-        if config.layout == COLOCATED or (config.layout != SPLIT and targets is None):
-            return Roles(COLOCATED, 0, drafters or 1)
-        return Roles(SPLIT, targets or 1, drafters or 1)
+        world_size = implied_world_size(config)
     layout = config.layout
     if layout not in (SPLIT, COLOCATED):
         layout = COLOCATED if world_size == 1 else SPLIT

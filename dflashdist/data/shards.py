@@ -103,6 +103,15 @@ class TokenStore:
         start, end = self._offsets[i] - base, self._offsets[i + 1] - base
         return self._ids[shard][start:end], self._masks[shard][start:end]
 
+    def count_token(self, token: int) -> int:
+        """How often a token id occurs in all rows."""
+        part = 1 << 22  # ids at a time
+        return sum(
+            int(np.count_nonzero(ids[first : first + part] == token))
+            for ids in self._ids
+            for first in range(0, len(ids), part)
+        )
+
 
 def read_meta(path: Path) -> dict[str, Any]:
     """meta.json of the store at `path`, of whatever version.

@@ -36,7 +36,7 @@ from dflashdist.eval.decode import (
 from dflashdist.eval.generate import is_looping, load_model
 from dflashdist.eval.prompts import Prompt, read_prompts
 from dflashdist.eval.report import Comparison, make_report
-from dflashdist.model.drafter import Drafter, num_drafts
+from dflashdist.model.drafter import Drafter
 from dflashdist.model.drafter_folder import STATE, load_drafter, read_provenance, weights_digest
 from dflashdist.model.shape import check_sizes
 from dflashdist.model.target import Target
@@ -219,7 +219,7 @@ class _Run:
 
     @property
     def num_drafts(self) -> int:
-        return num_drafts(self.drafter.shape)
+        return self.drafter.shape.num_drafts
 
     def decode(
         self,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflashdist.config import InputError
-from dflashdist.model.drafter import Drafter, greedy_drafts, num_drafts, sampled_drafts
+from dflashdist.model.drafter import Drafter, greedy_drafts, sampled_drafts
 from dflashdist.model.layers import widen
 
 
@@ -302,7 +302,7 @@ def decode_speculative(
     The target must be tapped at the drafter's layers, and both be of one dtype. The last block of
     an answer is clipped to what `max_new_tokens` leaves, and an end token stops inside a block.
     """
-    block_size, drafts_of_block = drafter.shape.block_size, num_drafts(drafter.shape)
+    block_size, drafts_of_block = drafter.shape.block_size, drafter.shape.num_drafts
     room = rule.max_new_tokens + drafts_of_block  # of other rows' drafts after a row's end
     first = rule.pick(target.prefill(prompts, room)).tolist()
     answers = [Decoded([token]) for token in first]

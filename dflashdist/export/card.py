@@ -7,7 +7,6 @@ from dflashdist.export.markdown import table
 from dflashdist.export.measured import Measured, measured_section
 from dflashdist.export.origin import Origin
 from dflashdist.export.serve import serve_section, serve_speculators_section
-from dflashdist.model.drafter import num_drafts
 from dflashdist.model.drafter_folder import TEMPLATE
 from dflashdist.model.shape import SLIDING, DrafterShape
 
@@ -63,7 +62,7 @@ def _shape_table(shape: DrafterShape, dtype: str) -> str:
     causal = {None: "sliding layers only", True: "all layers", False: "no layer"}[shape.is_causal]
     rows = {
         "block size": shape.block_size,
-        "drafts a pass": num_drafts(shape),
+        "drafts a pass": shape.num_drafts,
         "layers": layers,
         "causal inside a block": causal if types or shape.is_causal else "no layer",
         "target layers read": ", ".join(map(str, shape.target_layer_ids))

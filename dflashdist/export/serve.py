@@ -6,7 +6,6 @@ from typing import Any
 
 from dflashdist.export.origin import Origin
 from dflashdist.export.target import end_ids
-from dflashdist.model.drafter import num_drafts
 from dflashdist.model.drafter_folder import TEMPLATE
 from dflashdist.model.shape import SLIDING, DrafterShape
 
@@ -37,7 +36,7 @@ def serve_section(name: str, origin: Origin, dtype: str, measured: dict[str, Any
     settings = {
         "method": "dspark" if dspark else "dflash",
         "model": f"./{name}",
-        "num_speculative_tokens": num_drafts(shape),
+        "num_speculative_tokens": shape.num_drafts,
     }
     shared = shlex.quote(origin.target.name) + _revision(origin) + _template_option(name, origin)
     vllm = (

@@ -9,7 +9,6 @@ from typing import Any
 
 from dflashdist.config import InputError
 from dflashdist.export.target import NamedTarget, architectures
-from dflashdist.model.drafter import num_drafts
 from dflashdist.model.shape import FULL, PARTS, DrafterShape
 
 VERSION = "0.9.0"  # the layout's
@@ -51,7 +50,7 @@ def speculators_config(shape: DrafterShape, dtype: str, target: NamedTarget) -> 
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": num_drafts(shape),
+                    "speculative_tokens": shape.num_drafts,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }

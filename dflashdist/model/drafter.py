@@ -175,11 +175,6 @@ class Drafter(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def num_drafts(shape: DrafterShape) -> int:
-    """Drafts of a whole block: block_size - 1; of DSpark, whose anchor slot drafts, block_size."""
-    return shape.block_size - 1 + shape.ahead
-
-
 @torch.no_grad()
 def greedy_drafts(
     drafter: Drafter, states: Tensor, anchor_ids: Tensor, head: Tensor, chunk_size: int = 1024

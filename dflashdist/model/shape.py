@@ -113,6 +113,11 @@ class DrafterShape:
         """
         return 1 if self.variant == "dspark" else 0
 
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a whole block: block_size - 1; of DSpark, whose anchor slot drafts, all."""
+        return self.block_size - 1 + self.ahead
+
     def sight(self, layer: int) -> Sight:
         """What a layer's slots see, by its number. Sliding layers are causal inside a block unless
         `is_causal` says otherwise, as in the package `dflash`, vLLM and SGLang."""

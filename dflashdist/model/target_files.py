@@ -1,18 +1,22 @@
 """The target's files: config.json, and its embedding, head and final norm by their names.
 
 A drafter rank needs these three tensors of the target and nothing else of it: no transformers, no
-layers. They are never trained and never saved.
+layers. They are never trained and never saved. Reading config.json alone loads no torch.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 from dflashdist.config import InputError
 
@@ -50,13 +54,17 @@ class TargetTensors:
         path: str,
         *,
         revision: str | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
-    ) -> "TargetTensors":
+    ) -> TargetTensors:
         """Read from a model's folder or hub name; of shards, only those that hold the three.
+
+        dtype: None is float32.
 
         Raises InputError when the target has no safetensors files, or not these tensors.
         """
+        import torch
+
         config = read_target_config(path, revision)
         places = places_of(path, revision)
 
@@ -68,7 +76,7 @@ class TargetTensors:
             if file is None:
                 raise InputError(f"{path}: {places[name]} is missing; it holds {name}")
             with safe_open(file, framework="pt") as tensors:
-                return tensors.get_tensor(name).to(device, dtype)
+                return tensors.get_tensor(name).to(device, dtype or torch.float32)
 
         embedding, norm = read(EMBEDDING), read(_NORM)
         if embedding is None or norm is None:
@@ -87,6 +95,8 @@ def target_fingerprint(path: str, revision: str | None = None) -> str:
     Tells another model of the same shape apart, at the cost of a few kilobytes. Raises InputError
     as `TargetTensors.load` does.
     """
+    import torch
+
     config = {k: v for k, v in read_target_config(path, revision).items() if k[:1] != "_"}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     places = places_of(path, revision)

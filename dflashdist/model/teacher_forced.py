@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dflashdist.model.blocks import block_ids
-from dflashdist.model.drafter import Drafter, greedy_drafts, num_drafts
+from dflashdist.model.drafter import Drafter, greedy_drafts
 from dflashdist.model.loss import DrafterBatch
 from dflashdist.model.target_files import TargetTensors
 
@@ -139,7 +139,7 @@ def teacher_forced(
     if end_ids is None:
         eos = drafter.shape.eos_token_id
         end_ids = eos if isinstance(eos, tuple) else () if eos is None else (eos,)
-    drafts = num_drafts(drafter.shape)
+    drafts = drafter.shape.num_drafts
     answers = find_answers(batch, end_ids)
     limits = []
     for answer in answers:

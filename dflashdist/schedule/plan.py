@@ -18,7 +18,7 @@ guarantees; the methods of numpy's Generator may change between versions.
 import hashlib
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from threading import Lock
 
 import numpy as np
@@ -32,7 +32,7 @@ from dflashdist.schedule.buckets import (
     lay_cells,
     row_anchors,
 )
-from dflashdist.schedule.order import interleave, spread
+from dflashdist.schedule.order import interleave, max_gaps, spread
 from dflashdist.schedule.steps import share_out
 
 ALGORITHM = 2  # raise it with any change that gives other micro-batches or slots for the same input
@@ -168,6 +168,11 @@ class Plan:
         self._target = self._bounds[taker] + index // counts
         self._cell = first_row.astype(np.uint64) << _WORD_BITS  # below goes a random word's half
         self._rows = cells.rows
+
+    @cached_property
+    def max_gaps(self) -> list[int]:
+        """For each bucket the most seqs from one of its micro-batches to the next."""
+        return max_gaps(self.epoch(0).bucket, self.num_buckets)
 
     def epoch(self, number: int) -> Epoch:
         """One epoch's micro-batches; the last few asked for are kept."""

@@ -11,10 +11,12 @@ import numpy as np
 
 from dflashdist.config import InputError
 from dflashdist.schedule.mix import step_mix
-from dflashdist.schedule.order import deviation_bound, max_gaps, share_deviation
-from dflashdist.schedule.plan import Epoch, Plan, Steps
+from dflashdist.schedule.order import deviation_bound, share_deviation
+from dflashdist.schedule.plan import Steps
+from dflashdist.schedule.stream import Stream
 
-MESSAGE_HEADER_BYTES = 64  # beside a micro-batch's hidden states
+MESSAGE_EXTRA_BYTES = 80  # header and trailer, beside a micro-batch's hidden states
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def read_lengths(path: str | Path, max_length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,23 +61,19 @@ def read_lengths(path: str | Path, max_length: int) -> tuple[np.ndarray, np.ndar
 
 
 def plan_report(
-    plan: Plan,
-    steps: Steps,
-    *,
-    queue_depth: int,
-    num_features: int,
-    hidden_size: int | None,
-    bytes_per_value: int,
+    stream: Stream, *, queue_depth: int, num_states: int, hidden_size: int | None, dtype: str
 ) -> dict[str, Any]:
     """The plan's numbers, ready for JSON; `print_report` shows them to a person.
 
-    queue_depth: micro-batches that may be published and unconsumed. num_features: tapped layers.
-    hidden_size: None where the target is unknown, which leaves the byte counts None. Shares, gaps
-    and padding are those of the first epoch; step_imbalance and wasted_fraction those of its steps,
-    the first 2,000 at most. max_gap takes the epoch as a ring. queue_bytes is the most that
-    `queue_depth` consecutive messages hold, an exact window over the epoch as a ring;
+    queue_depth: micro-batches that may be published and unconsumed. num_states: states that are
+    sent of a token, of `hidden_size` numbers of `dtype`; hidden_size None: the target is unknown,
+    which leaves the byte counts None. Shares, gaps and padding are those of the first epoch;
+    step_imbalance, wasted_fraction and step_mix those of its steps, the first 2,000 at most.
+    max_gap takes the epoch as a ring. queue_bytes is the most that `queue_depth` consecutive
+    messages hold, an exact window over the epoch as a ring, or over a round of evaluation;
     queue_bytes_bound is queue_depth times the largest message, which holds in any order.
     """
+    steps, plan = stream.steps, stream.steps.plan
     epoch = plan.epoch(0)
     padded, real = int(epoch.padded_tokens.sum()), int(epoch.num_tokens.sum())
     deviation = share_deviation(epoch.bucket, plan.micro_batches_per_bucket)
@@ -85,7 +83,7 @@ def plan_report(
         "bucket_edges": list(plan.edges),
         "rows_per_bucket": list(plan.rows_per_bucket),
         "micro_batches_per_bucket": list(plan.micro_batches_per_bucket),
-        "max_gap": max_gaps(epoch.bucket, plan.num_buckets),
+        "max_gap": plan.max_gaps,
         "micro_batches_per_epoch": plan.micro_batches_per_epoch,
         "num_tokens": real,
         "padded_tokens": padded,
@@ -107,7 +105,8 @@ def plan_report(
         "epochs": steps.end / plan.micro_batches_per_epoch,
         **_balance(steps),
         **step_mix(steps),
-        **_memory(epoch, queue_depth, num_features, hidden_size, bytes_per_value),
+        "evaluation": _rounds(stream),
+        **_memory(stream, queue_depth, num_states, hidden_size, dtype),
         "fingerprint": plan.fingerprint,
     }
 
@@ -137,17 +136,33 @@ def _balance(steps: Steps) -> dict[str, Any]:
     }
 
 
+def _rounds(stream: Stream) -> dict[str, Any] | None:
+    """The rounds of evaluation, if the run has any."""
+    if stream.rounds is None:
+        return None
+    steps = range(1, stream.steps.num_steps + 1)
+    return {
+        "every": stream.rounds.every,
+        "rounds": sum(map(stream.due, steps)),
+        "num_rows": stream.rounds.plan.num_rows,
+        "micro_batches": stream.round_size,
+    }
+
+
 def _memory(
-    epoch: Epoch, depth: int, num_features: int, hidden_size: int | None, bytes_per_value: int
+    stream: Stream, depth: int, num_states: int, hidden_size: int | None, dtype: str
 ) -> dict[str, Any]:
     keys = ("max_message_bytes", "mean_message_bytes", "queue_bytes", "queue_bytes_bound")
+    known = {"queue_depth": depth, "dtype": dtype}
     if hidden_size is None:
-        return {"queue_depth": depth} | dict.fromkeys(keys)
-    token_bytes = num_features * hidden_size * bytes_per_value
-    messages = epoch.num_tokens * token_bytes + MESSAGE_HEADER_BYTES
-    largest = int(messages.max())
-    values = (largest, float(messages.mean()), _max_window(messages, depth), depth * largest)
-    return {"queue_depth": depth} | dict(zip(keys, values, strict=True))
+        return known | dict.fromkeys(keys)
+    token_bytes = num_states * hidden_size * BYTES[dtype]
+    plans = [stream.steps.plan, *([stream.rounds.plan] if stream.rounds else [])]
+    messages = [plan.epoch(0).num_tokens * token_bytes + MESSAGE_EXTRA_BYTES for plan in plans]
+    largest = max(int(sizes.max()) for sizes in messages)
+    queued = max(_max_window(sizes, depth) for sizes in messages)
+    values = (largest, float(messages[0].mean()), queued, depth * largest)
+    return known | dict(zip(keys, values, strict=True))
 
 
 def _max_window(values: np.ndarray, width: int) -> int:
@@ -166,7 +181,7 @@ def print_report(report: dict[str, Any]) -> str:
         share = count / micro_batches
         lines.append(f"{edge:>8} {rows:>12,} {count:>14,} {share:>7.1%} {gap:>8,}")
     lines += ["", *(f"{name:<26} {value}" for name, value in _totals(report))]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"NOTE: {note}" for note in report.get("notes", ()))])
 
 
 def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -183,6 +198,7 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         mean = _size(report["mean_message_bytes"])
         message = f"{_size(report['max_message_bytes'])} at most, {mean} on average"
     return [
+        *_ranks(report),
         ("rows", f"{report['num_rows']:,}"),
         ("tokens", f"{report['num_tokens']:,} real, {report['padded_tokens']:,} padded"),
         ("padding efficiency", f"{report['padding_efficiency']:.4f}"),
@@ -206,10 +222,31 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("step imbalance", f"{report['step_imbalance']:.4f} max/mean cost of a drafter"),
         ("wasted", f"{report['wasted_fraction']:.2%} of the drafters' time, padding and waiting"),
         ("mix of a step", _mix(report)),
-        ("message", message),
+        ("evaluation", _evaluation(report["evaluation"])),
+        ("message", f"{message} ({report['dtype']})"),
         ("queue", queue),
         ("fingerprint", report["fingerprint"]),
     ]
+
+
+def _ranks(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The job's ranks, where the report is of a job."""
+    if "num_ranks" not in report:
+        return []
+    number, drafters, targets = (report[f"num_{n}"] for n in ("ranks", "drafters", "targets"))
+    what = f"split: {drafters} drafters, {targets} targets"
+    if not targets:
+        what = "colocated: each trains and runs the target itself"
+    return [("ranks", f"{number} rank{'s' * (number > 1)}, {what}")]
+
+
+def _evaluation(rounds: dict[str, Any] | None) -> str:
+    if rounds is None:
+        return "no rounds while training"
+    return (
+        f"{rounds['rounds']:,} rounds, every {rounds['every']:,} steps: {rounds['num_rows']:,} "
+        f"held-out rows in {rounds['micro_batches']:,} micro-batches"
+    )
 
 
 def _mix(report: dict[str, Any]) -> str:

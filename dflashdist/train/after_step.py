@@ -10,10 +10,11 @@ from dflashdist.cluster.workqueue import WorkQueue
 from dflashdist.cluster.world import World
 from dflashdist.config import dump_config
 from dflashdist.model.drafter import Drafter
-from dflashdist.train.blueprint import Blueprint, versions
-from dflashdist.train.drafter_loop import Job, RunFailed, TrainState
-from dflashdist.train.evaluation import RAW, Best, Evaluator, RoundLog
+from dflashdist.train.drafter_loop import RunFailed, Training, TrainState
+from dflashdist.train.evaluation import Best, Evaluator, RoundLog
+from dflashdist.train.gates import RAW
 from dflashdist.train.metrics import Reporter, StepSums, summary
+from dflashdist.train.resume import Start, versions
 
 log = logging.getLogger(__name__)
 
@@ -23,59 +24,59 @@ class AfterStep:
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        begun: Start,
         world: World,
         drafter: Drafter,
         evaluator: Evaluator | None,
         lead: tuple[Dispatcher, WorkQueue] | None,
     ) -> None:
         """`evaluator`: where the run has rounds of evaluation. `lead`: rank 0's of a split job."""
-        self._blueprint, self._world, self._drafter = blueprint, world, drafter
+        self._begun, self._job, self._world, self._drafter = begun, begun.job, world, drafter
         self._evaluator, self._lead = evaluator, lead
         self._reporter: Reporter | None = None
         self._rounds: RoundLog | None = None
         self._saved = "saved/none"
         if world.rank == 0:
             self._reporter = Reporter(
-                blueprint.plan,
-                blueprint.steps,
-                first_step=blueprint.first_step,
-                tensorboard=str(blueprint.folder / "tb"),
-                every=blueprint.config.train.log_every,
+                begun.job.plan,
+                begun.job.steps,
+                first_step=begun.step,
+                tensorboard=str(begun.folder / "tb"),
+                every=begun.job.config.train.log_every,
             )
             if evaluator:
-                to_come = blueprint.first_step + (not blueprint.round_first)
-                self._rounds = RoundLog(blueprint.folder / "eval/rounds.jsonl", to_come)
+                to_come = begun.step + (not begun.round_first)
+                self._rounds = RoundLog(begun.folder / "eval/rounds.jsonl", to_come)
 
-    def start(self, job: Job, state: TrainState) -> None:
+    def start(self, training: Training, state: TrainState) -> None:
         """Before the first step: save the untrained drafter if asked to, and make up for the round
         that was due where the last run was stopped."""
-        if self._blueprint.config.checkpoint.at_start and state.step == 0:
-            self.save(job, state)
-        if self._blueprint.round_first:
-            _, violated = self.evaluate(job, state)
-            self.save(job, state)
-            self._fail(violated if self._blueprint.config.gates_stop else [])
+        if self._job.config.checkpoint.at_start and state.step == 0:
+            self.save(training, state)
+        if self._begun.round_first:
+            _, violated = self.evaluate(training, state)
+            self.save(training, state)
+            self._fail(violated if self._job.config.gates_stop else [])
 
     def __call__(
-        self, job: Job, state: TrainState, sums: StepSums, rate: float, norm: float
+        self, training: Training, state: TrainState, sums: StepSums, rate: float, norm: float
     ) -> bool:
         """Report, evaluate and save where it is time. Returns whether all ranks stop now."""
-        config = self._blueprint.config
+        config = self._job.config
         self._report(state, sums, rate, norm)
         violated = []
         if config.gates:
             known = {"lr": rate, "grad_norm": norm, "skipped_steps": state.skipped}
-            violated = self._check_gates(state.step, summary([sums], job.plan) | known)
+            violated = self._check_gates(state.step, summary([sums], training.plan) | known)
         stop = sums.extra("stop") > 0
-        last = state.step == job.steps.num_steps
+        last = state.step == training.steps.num_steps
         best = False
-        if self._blueprint.stream.due(state.step) and not stop:  # else when the run goes on
-            best, more = self.evaluate(job, state)
+        if self._job.stream.due(state.step) and not stop:  # else when the run goes on
+            best, more = self.evaluate(training, state)
             best, violated = best and config.evaluate.keep_best, violated + more
         failed = violated if config.gates_stop else []
         if failed or stop or last or best or state.step % config.checkpoint.every == 0:
-            self.save(job, state)
+            self.save(training, state)
         self._fail(failed)
         if stop and self._world.rank == 0:
             log.warning("asked to stop: saved after step %d; train.resume=auto goes on", state.step)
@@ -98,18 +99,18 @@ class AfterStep:
             beats=self._world.health.beats,
         )
 
-    def evaluate(self, job: Job, state: TrainState) -> tuple[bool, list[str]]:
+    def evaluate(self, training: Training, state: TrainState) -> tuple[bool, list[str]]:
         """The round of this step. Returns whether it is the best so far, and gates violated."""
-        stream = self._blueprint.stream
+        stream = self._job.stream
         assert self._evaluator and stream.rounds
         values = self._evaluator.round(state.step)
-        job.clock.leave_out(values[f"{RAW}/seconds"])
+        training.clock.leave_out(values[f"{RAW}/seconds"])
         state.evaluated = state.step
         length = values.get(f"{RAW}/acceptance_length", math.nan)
         best = length > (state.best.acceptance_length if state.best else 0.0)
         if best:
-            assert self._blueprint.measured_on
-            state.best = Best(state.step, length, self._blueprint.measured_on)
+            assert self._job.measured_on
+            state.best = Best(state.step, length, self._job.measured_on)
         if self._reporter and self._rounds:
             self._reporter.evaluation(state.step, values, best)
             self._rounds.add(state.step, values, {"best": best})
@@ -118,11 +119,11 @@ class AfterStep:
     def _check_gates(self, step: int, values: dict[str, float]) -> list[str]:
         """What to say of the gates that are violated now, in tensorboard too; in the log only where
         the run goes on."""
-        violated = self._blueprint.gates.violated(step, values)
+        violated = self._job.gates.violated(step, values)
         for text in violated:
             if self._reporter:
                 self._reporter.warning(step, text)
-            if not self._blueprint.config.gates_stop:
+            if not self._job.config.gates_stop:
                 log.warning("%s", text)
         return violated
 
@@ -134,29 +135,31 @@ class AfterStep:
                 f"{'; '.join(violated)} (gates_stop=true); this step is saved, to be looked at"
             )
 
-    def save(self, job: Job, state: TrainState) -> None:
+    def save(self, training: Training, state: TrainState) -> None:
         """The lead writes; the others wait for it, so that nobody takes the pause for a fault."""
         key = f"saved/{state.step}"
         if self._world.rank != 0:
-            job.health.phase("wait for the checkpoint")
-            job.health.wait_key(self._world.store, key)
+            training.health.phase("wait for the checkpoint")
+            training.health.wait_key(self._world.store, key)
             return
-        job.health.phase("save the checkpoint", kind=state.step)
-        config, checkpoints = self._blueprint.config, self._blueprint.checkpoints
-        facts = self._blueprint.facts() | {
-            "cursor": min(state.step * job.steps.window, job.steps.end),
+        training.health.phase("save the checkpoint", kind=state.step)
+        config, checkpoints = self._job.config, self._begun.checkpoints
+        facts = self._begun.facts() | {
+            "cursor": min(state.step * training.steps.window, training.steps.end),
             "skipped": state.skipped,
             "bad_in_a_row": state.bad_in_a_row,
             "evaluated": state.evaluated,
             "best": asdict(state.best) if state.best else None,
             "kept": sorted(checkpoints.kept),
-            "num_steps": job.steps.num_steps,
+            "num_steps": training.steps.num_steps,
             "config": dump_config(config),
             "versions": versions(),
         }
         if state.best and config.evaluate.keep_best:
             checkpoints.best = state.best.step
-        place = checkpoints.save(state.step, self._drafter, job.optimizer, facts, job.average)
+        place = checkpoints.save(
+            state.step, self._drafter, training.optimizer, facts, training.average
+        )
         log.info("saved %s", place)
         self._world.store.set(key, "1")
         self._world.store.delete_key(self._saved)  # all have read it: a step was reduced since

@@ -50,7 +50,7 @@ class TrainState:
 
 
 @dataclass
-class Job:
+class Training:
     """Everything that the loop needs, put together once by train/run.py."""
 
     model: DistributedDataParallel
@@ -74,83 +74,83 @@ class Job:
     clock: Clock = field(default_factory=Clock)
 
 
-AfterStep = Callable[[Job, TrainState, StepSums, float, float], bool]
+AfterStep = Callable[[Training, TrainState, StepSums, float, float], bool]
 
 
-def train(job: Job, state: TrainState, after_step: AfterStep) -> None:
+def train(training: Training, state: TrainState, after_step: AfterStep) -> None:
     """Run steps until the end of the plan, or until `after_step` says that all ranks stop.
 
-    `after_step` gets the job, the state, the reduced sums, the learning rate and the gradient norm.
+    `after_step` gets both, the reduced sums, the learning rate and the gradient norm.
     """
-    warm_up(job)
-    for step in range(state.step, job.steps.num_steps):
-        sums = StepSums(job.block_size, job.steps.seqs(step), job.device)
-        slots = job.steps.slots(step)[job.drafter]
+    warm_up(training)
+    for step in range(state.step, training.steps.num_steps):
+        sums = StepSums(training.block_size, training.steps.seqs(step), training.device)
+        slots = training.steps.slots(step)[training.drafter]
         for seq in slots:  # my micro-batches, in seq order
-            job.health.phase("wait for hidden states", seq)
-            with job.clock.waiting():
-                batch = job.source.hidden_states(seq)  # blocks until that very one is here
-            job.on_slot(step, seq)
-            micro_batch = job.plan.micro_batch(seq)
-            job.health.phase("train", seq, micro_batch.bucket)
-            sums.add(micro_batch, forward_backward(job, batch, is_last=seq == slots[-1]))
+            training.health.phase("wait for hidden states", seq)
+            with training.clock.waiting():
+                batch = training.source.hidden_states(seq)  # blocks until that very one is here
+            training.on_slot(step, seq)
+            micro_batch = training.plan.micro_batch(seq)
+            training.health.phase("train", seq, micro_batch.bucket)
+            sums.add(micro_batch, forward_backward(training, batch, is_last=seq == slots[-1]))
             del batch
         if not slots:  # a partial last step: others have micro-batches, and DDP needs everybody
-            forward_backward(job, job.empty_batch(), is_last=True)
-        reduce_sums(job, sums)
-        rate, norm = update(job, state, sums)
-        if after_step(job, state, sums, rate, norm):
+            forward_backward(training, training.empty_batch(), is_last=True)
+        reduce_sums(training, sums)
+        rate, norm = update(training, state, sums)
+        if after_step(training, state, sums, rate, norm):
             return
 
 
-def warm_up(job: Job) -> None:
+def warm_up(training: Training) -> None:
     """One backward pass without loss, so that DDP lays out its buckets before the first real step:
     a resumed run then adds up gradients in the same order, to the bit, as an unbroken one."""
-    job.health.phase("warm up")
+    training.health.phase("warm up")
     for _ in range(2):  # the second forward rebuilds the buckets, which all drafters do together
-        forward_backward(job, job.empty_batch(), is_last=True)
-    job.optimizer.zero_grad(set_to_none=True)
-    job.clock.restart()
+        forward_backward(training, training.empty_batch(), is_last=True)
+    training.optimizer.zero_grad(set_to_none=True)
+    training.clock.restart()
 
 
-def forward_backward(job: Job, batch: Any, is_last: bool) -> Tensor:
+def forward_backward(training: Training, batch: Any, is_last: bool) -> Tensor:
     """Add the batch's gradients to the step's; the last one all-reduces them. Returns its sums."""
-    with nullcontext() if is_last else job.model.no_sync():
-        with torch.autocast(job.device.type, torch.bfloat16, enabled=job.autocast):
-            loss_sum, sums = job.model(batch)
-        (loss_sum / job.loss_scale).backward()
+    with nullcontext() if is_last else training.model.no_sync():
+        with torch.autocast(training.device.type, torch.bfloat16, enabled=training.autocast):
+            loss_sum, sums = training.model(batch)
+        (loss_sum / training.loss_scale).backward()
     if is_last:
-        job.on_reduced()
+        training.on_reduced()
     return sums
 
 
-def reduce_sums(job: Job, sums: StepSums) -> None:
+def reduce_sums(training: Training, sums: StepSums) -> None:
     """One all-reduce of the step's sums; with them, whether anybody was asked to stop."""
-    job.health.phase("wait for the other drafters", sums.seqs.stop - 1)
-    sums.add_extra("stop", float(job.health.stop_requested.is_set()))
-    spent = job.clock.reading()
+    training.health.phase("wait for the other drafters", sums.seqs.stop - 1)
+    sums.add_extra("stop", float(training.health.stop_requested.is_set()))
+    spent = training.clock.reading()
     for name, seconds in spent.items():
         sums.add_extra(name, seconds)
-    job.clock.restart()
-    with job.clock.transferring():
-        sums.all_reduce(job.group)
+    training.clock.restart()
+    with training.clock.transferring():
+        sums.all_reduce(training.group)
 
 
-def update(job: Job, state: TrainState, sums: StepSums) -> tuple[float, float]:
+def update(training: Training, state: TrainState, sums: StepSums) -> tuple[float, float]:
     """Scale, clip and apply the gradient, or drop it: the same decision on every drafter, as it
     comes from reduced values. Returns the learning rate and the gradient's norm before clipping.
 
     Raises RunFailed after `max_bad_steps` dropped ones in a row.
     """
-    rate = learning_rate(job.optim, state.step, job.steps.num_steps)
+    rate = learning_rate(training.optim, state.step, training.steps.num_steps)
     bad, reason, norm = sums.not_finite(), "", math.nan
     if bad:
         reason = f"the loss is not finite in seq {', '.join(map(str, bad))}"
     elif sums.loss.weight == 0:
         reason = f"no supervised slot in seqs {sums.seqs.start} to {sums.seqs.stop - 1}"
     else:
-        scale = job.loss_scale * job.steps.num_drafters / sums.loss.weight
-        norm = scale_and_clip(job.model, scale, job.optim.max_grad_norm)
+        scale = training.loss_scale * training.steps.num_drafters / sums.loss.weight
+        norm = scale_and_clip(training.model, scale, training.optim.max_grad_norm)
         if not math.isfinite(norm):
             reason = f"the gradient is not finite in seqs {sums.seqs.start} to {sums.seqs.stop - 1}"
     state.step += 1
@@ -158,16 +158,16 @@ def update(job: Job, state: TrainState, sums: StepSums) -> tuple[float, float]:
         state.skipped += 1
         state.bad_in_a_row += 1
         log.warning("step %d skipped: %s", state.step, reason)
-        if state.bad_in_a_row >= job.max_bad_steps:
+        if state.bad_in_a_row >= training.max_bad_steps:
             raise RunFailed(
                 f"{state.bad_in_a_row} steps in a row were skipped (train.max_bad_steps="
-                f"{job.max_bad_steps}); the last, step {state.step}: {reason}"
+                f"{training.max_bad_steps}); the last, step {state.step}: {reason}"
             )
     else:
         state.bad_in_a_row = 0
-        set_rate(job.optimizer, rate)
-        job.optimizer.step()
-        if job.average:
-            job.average.update(state.step - state.skipped)
-    job.optimizer.zero_grad(set_to_none=True)
+        set_rate(training.optimizer, rate)
+        training.optimizer.step()
+        if training.average:
+            training.average.update(state.step - state.skipped)
+    training.optimizer.zero_grad(set_to_none=True)
     return rate, norm

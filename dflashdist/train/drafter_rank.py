@@ -1,6 +1,7 @@
 """A drafter rank, put together: load the frozen ends, build the drafter, train, save, report."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,19 +18,30 @@ from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.transport import PointToPoint, Receiver
 from dflashdist.cluster.workqueue import WorkQueue
 from dflashdist.cluster.world import World
+from dflashdist.data.shards import TokenBatch
 from dflashdist.model.blocks import slot_weights
-from dflashdist.model.drafter import Drafter, num_drafts
+from dflashdist.model.drafter import Drafter
 from dflashdist.model.initial import initialise
 from dflashdist.model.loss import DrafterBatch, DrafterLoss
 from dflashdist.model.target_files import TargetTensors
 from dflashdist.train.after_step import AfterStep
-from dflashdist.train.blueprint import Blueprint, target_dtype
 from dflashdist.train.checkpoint import load_training
-from dflashdist.train.drafter_loop import Job, TrainState, train
-from dflashdist.train.evaluation import AVERAGED, RAW, Evaluator
+from dflashdist.train.drafter_loop import Training, TrainState, train
+from dflashdist.train.evaluation import Evaluator
+from dflashdist.train.gates import AVERAGED, RAW
+from dflashdist.train.job import TrainingJob
 from dflashdist.train.metrics import Clock
 from dflashdist.train.optim import WeightAverage, build_optimizer, loss_scale
-from dflashdist.train.sources import Batches, ComputedStates, ReceivedStates, StateSource
+from dflashdist.train.resume import Start
+from dflashdist.train.sources import (
+    Batches,
+    ComputedStates,
+    ReceivedStates,
+    Rows,
+    StateSource,
+    message_specs,
+    states_dtype_on,
+)
 
 
 class Gradients:
@@ -49,19 +61,20 @@ class Gradients:
         self._clock.transfer += time.perf_counter() - self._began
 
 
-def run_drafter_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
+def run_drafter_rank(start: Start, world: World, trace: Trace) -> None:
     """A drafter: train to the end of the plan, or until all stop. Rank 0 also leads."""
-    config, health, shape = blueprint.config, world.health, blueprint.shape
+    job, health = start.job, world.health
+    config, shape = job.config, job.shape
     health.phase("load the drafter")
     assert config.target.path is not None
     frozen = TargetTensors.load(
         config.target.path,
         revision=config.target.revision,
-        dtype=target_dtype(config.target.dtype, world.device),
+        dtype=states_dtype_on(job, world.device),
         device=world.device,
     )
     drafter = Drafter(shape)
-    if not blueprint.resume:
+    if not start.checkpoint:
         initialise(
             drafter,
             config.drafter,
@@ -75,31 +88,49 @@ def run_drafter_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
     average = None
     if config.optim.ema is not None:
         average = WeightAverage(drafter, config.optim.ema)
-    if blueprint.resume:
-        load_training(blueprint.resume, drafter, optimizer, world.device, average)
-    saved = blueprint.saved
+    if start.checkpoint:
+        load_training(start.checkpoint, drafter, optimizer, world.device, average)
+    saved = start.saved
     state = TrainState(
-        step=blueprint.first_step,
+        step=start.step,
         skipped=saved.get("skipped", 0),
         bad_in_a_row=saved.get("bad_in_a_row", 0),
         evaluated=saved.get("evaluated", 0),
-        best=blueprint.best,
+        best=start.best,
     )
     clock = Clock()
     gradients = Gradients(world.drafters, health, clock)
-    model = data_parallel(DrafterLoss(drafter, frozen, shape, config.loss), world, gradients)
-    source, lead = connect(blueprint, world, trace)
+    loss = DrafterLoss(drafter, frozen, shape, config.loss)
+    batches = Batches(
+        Rows(job),
+        seed=config.seed,
+        num_anchors=config.drafter.num_anchors,
+        block_size=shape.block_size,
+        features=shape.num_features * shape.hidden_size,
+        variable_prefix=config.loss.variable_prefix,
+        device=world.device,
+    )
+    forward = None
+    if job.roles.layout == COLOCATED:
+        from dflashdist.train.target_rank import load_target  # imports transformers
+
+        forward = load_target(job, world.device, health)
+    if job.warms_up(world.device.type):
+        health.phase("warm up")
+        run_widest(job, loss, batches, forward or zero_states(job, world.device), world.device)
+    model = data_parallel(loss, world, gradients)
+    source, lead = connect(start, world, trace, batches, forward)
     # Positions from a block's anchor to its last draft: the block's size, but one more for DSpark.
-    span = num_drafts(shape) + 1
+    span = shape.num_drafts + 1
     weight_per_anchor = float(
         slot_weights(span, weights=config.loss.weights, gamma=config.loss.gamma).sum()
     )
-    job = Job(
+    training = Training(
         model=model,
         optimizer=optimizer,
         source=source,
-        plan=blueprint.plan,
-        steps=blueprint.steps,
+        plan=job.plan,
+        steps=job.steps,
         drafter=world.rank,
         group=world.drafters,
         device=world.device,
@@ -110,21 +141,21 @@ def run_drafter_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
             shape.num_features * shape.hidden_size, world.device, frozen
         ),
         optim=config.optim,
-        loss_scale=loss_scale(blueprint.anchors_per_window, weight_per_anchor),
+        loss_scale=loss_scale(job.anchors_per_window, weight_per_anchor),
         max_bad_steps=config.train.max_bad_steps,
         average=average,
         autocast=world.device.type == "cuda",
         on_reduced=gradients.done,
     )
     if trace.enabled:
-        job.on_slot = lambda step, seq: trace(
-            "slot", step=step, seq=seq, rows=blueprint.plan.micro_batch(seq).rows.tolist()
+        training.on_slot = lambda step, seq: trace(
+            "slot", step=step, seq=seq, rows=job.plan.micro_batch(seq).rows.tolist()
         )
     evaluator = None
-    if blueprint.stream.rounds:
+    if job.stream.rounds:
         drafters = {RAW: drafter} | ({AVERAGED: average.drafter} if average else {})
         evaluator = Evaluator(
-            blueprint.stream,
+            job.stream,
             source,
             frozen,
             drafters,
@@ -134,15 +165,15 @@ def run_drafter_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
             health=health,
             trace=trace,
             max_new_tokens=config.evaluate.max_new_tokens,
-            autocast=job.autocast,
+            autocast=training.autocast,
         )
-    after = AfterStep(blueprint, world, drafter, evaluator, lead)
-    after.start(job, state)
-    train(job, state, after)
+    after = AfterStep(start, world, drafter, evaluator, lead)
+    after.start(training, state)
+    train(training, state, after)
     health.phase("wait for the other drafters")
     if world.rank == 0:  # the end is called when no drafter waits for anything any more
         after.close()
-        world.wait_count("drafters_done", blueprint.roles.num_drafters - 1)
+        world.wait_count("drafters_done", job.roles.num_drafters - 1)
         health.finish(f"training ended after step {state.step}")
     else:
         world.store.add("drafters_done", 1)
@@ -159,37 +190,50 @@ def data_parallel(loss: nn.Module, world: World, gradients: Gradients) -> Distri
     return model
 
 
+def run_widest(
+    job: TrainingJob,
+    loss: nn.Module,
+    batches: Batches,
+    states_of: Callable[[TokenBatch], Tensor],
+    device: torch.device,
+) -> None:
+    """The widest planned micro-batches forward and backward, so that memory that will not do gives
+    out now; nothing of it stays."""
+    for seq in job.widest():
+        batch = batches.batch(seq, states_of)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss_sum, _ = loss(batch)
+        loss_sum.backward()
+        loss.zero_grad(set_to_none=True)
+
+
+def zero_states(job: TrainingJob, device: torch.device) -> Callable[[TokenBatch], Tensor]:
+    """What a target would send, in size alone."""
+    width, dtype = job.num_states * job.shape.hidden_size, states_dtype_on(job, device)
+    return lambda tokens: torch.zeros(int(tokens.lengths.sum()), width, dtype=dtype, device=device)
+
+
 def connect(
-    blueprint: Blueprint, world: World, trace: Trace
+    start: Start,
+    world: World,
+    trace: Trace,
+    batches: Batches,
+    forward: Callable[[TokenBatch], Tensor] | None,
 ) -> tuple[StateSource, tuple[Dispatcher, WorkQueue] | None]:
     """The source of hidden states, and on rank 0 of a split job the dispatcher, started."""
-    config, health, roles = blueprint.config, world.health, blueprint.roles
-    batches = Batches(
-        blueprint.rows,
-        seed=config.seed,
-        num_anchors=config.drafter.num_anchors,
-        block_size=blueprint.shape.block_size,
-        features=blueprint.shape.num_features * blueprint.shape.hidden_size,
-        variable_prefix=config.loss.variable_prefix,
-        device=world.device,
-    )
-    if roles.layout == COLOCATED:
-        from dflashdist.train.target_rank import load_target  # imports transformers
-
-        source = ComputedStates(batches, load_target(blueprint, world.device, health))
-        world.barrier("ready")
-        return source, None
-    assert world.data is not None
+    health, roles = world.health, start.job.roles
     world.barrier("ready")
-    dtype = target_dtype(config.target.dtype, world.device)
+    if forward:
+        return ComputedStates(batches, forward), None
+    assert world.data is not None
     receiver = Receiver(
         PointToPoint(world.data, world.device, trace),
         world.clone_store(),
         health,
         roles,
         rank=world.rank,
-        spec_of=lambda seq: blueprint.spec_of(seq, dtype),
-        num_messages=blueprint.num_messages(world.rank),
+        spec_of=message_specs(start.job, world.device),
+        num_messages=start.num_messages(world.rank),
         device=world.device,
     )
     source = ReceivedStates(batches, receiver, WorkQueue(world.clone_store(), health), trace)
@@ -197,8 +241,8 @@ def connect(
         return source, None
     dispatcher = Dispatcher(
         WorkQueue(world.clone_store(), health),
-        seqs=blueprint.seqs(),
-        credit=blueprint.depth,
+        seqs=start.seqs(),
+        credit=start.job.depth,
         num_takers=roles.num_targets,
         on_publish=lambda seq: trace("publish", seq=seq),
     )

@@ -8,77 +8,22 @@ none, draws nothing, and has seqs of its own: training is the same, to the bit, 
 import json
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from dflashdist.cluster.health import Health
 from dflashdist.cluster.trace import Trace
-from dflashdist.config import Config, InputError
-from dflashdist.data.shards import TokenStore
 from dflashdist.files import whole_file
-from dflashdist.model.drafter import Drafter, num_drafts
+from dflashdist.model.drafter import Drafter
 from dflashdist.model.target_files import TargetTensors
 from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
-from dflashdist.schedule.plan import Plan
-from dflashdist.schedule.stream import Rounds, Stream
+from dflashdist.schedule.stream import Stream
+from dflashdist.train.gates import RAW
 from dflashdist.train.sources import StateSource
-
-RAW, AVERAGED = "eval", "eval_ema"  # how metrics of the weights, and of their average, begin
-
-
-def open_held_out(config: Config, store: TokenStore, plan: Plan) -> tuple[TokenStore, Rounds]:
-    """The held-out rows of `evaluate.store`, or of the split that `store` has, and their rounds.
-
-    Of more than `evaluate.max_rows`, rows at even distances: the same in every round and run.
-    Buckets are those of the training plan. Raises InputError where there are no such rows, or they
-    do not fit the run.
-    """
-    path = Path(config.evaluate.store or store.path / "validation")
-    if config.evaluate.store is None and not path.is_dir():
-        raise InputError(
-            f"evaluate.every={config.evaluate.every}: {store.path} has no validation split; "
-            "prepare it with data.validation=0.01, or set evaluate.store to a token store"
-        )
-    held_out = TokenStore.open(path)
-    if held_out.meta["tokenizer_fingerprint"] != store.meta["tokenizer_fingerprint"]:
-        raise InputError(f"{path}: made with another tokenizer than {store.path}; prepare it anew")
-    mine, theirs = (s.meta.get("rendering", {}) for s in (store, held_out))
-    differing = [k for k in ("template_sha256", "settings") if mine.get(k) != theirs.get(k)]
-    if mine and theirs and differing:
-        raise InputError(
-            f"{path}: rendered with another {differing[0]} than {store.path} "
-            f"({theirs.get(differing[0])} against {mine.get(differing[0])}); prepare it alike"
-        )
-    rows = np.flatnonzero(held_out.supervised >= 2)  # an answer of one token needs no pass
-    if len(rows) == 0:
-        raise InputError(f"{path}: no row with an answer of two tokens; take another store")
-    number = min(config.evaluate.max_rows, len(rows))
-    rows = rows[np.arange(number) * len(rows) // number]
-    lengths, supervised = held_out.lengths[rows], held_out.supervised[rows]
-    longest = int(lengths.max())
-    if longest > min(config.data.max_length, config.schedule.max_tokens):
-        raise InputError(
-            f"{path}: has rows of up to {longest} tokens, above data.max_length or "
-            "schedule.max_tokens; prepare it again with the training rows' length"
-        )
-    edges = [*plan.edges, longest] if longest > plan.edges[-1] else [*plan.edges]
-    most = max(config.schedule.max_anchors, int(supervised.max()))  # of one row
-    rounds = Plan(
-        lengths,
-        supervised,
-        replace(config.schedule, bucket_edges=edges, max_anchors=most),
-        num_anchors=longest,  # a block may start at any token of an answer
-        block_size=config.drafter.block_size,
-        seed=0,
-        store=held_out.fingerprint,
-    )
-    assert config.evaluate.every is not None
-    return held_out, Rounds(rounds, rows, config.evaluate.every)
 
 
 @dataclass(frozen=True)
@@ -87,7 +32,7 @@ class Best:
 
     step: int
     acceptance_length: float
-    measured_on: str  # rounds of another `Blueprint.measured_on` do not compare
+    measured_on: str  # rounds of another `TrainingJob.measured_on` do not compare
 
 
 class Evaluator:
@@ -116,7 +61,7 @@ class Evaluator:
         self._device, self._health, self._trace = device, health, trace
         self._max_new_tokens, self._autocast = max_new_tokens, autocast
         self._plan = stream.rounds.plan
-        self._num_drafts = num_drafts(drafters[RAW].shape)
+        self._num_drafts = drafters[RAW].shape.num_drafts
 
     def round(self, step: int) -> dict[str, float]:
         """Metrics of the weights after `step` steps: reduced, so the same on every drafter."""
@@ -153,13 +98,6 @@ class Evaluator:
                 values[f"{name}/bucket_{edge:05d}"] = AcceptanceSums(part).acceptance_length
         values = {name: value for name, value in values.items() if not math.isnan(value)}
         return values | {f"{RAW}/seconds": time.perf_counter() - began}
-
-
-def round_metrics(rounds: Rounds, num_drafts: int, averaged: bool) -> set[str]:
-    """The names of a round's metrics that all drafters know."""
-    parts = ["acceptance_length", *(f"position_{k:02d}" for k in range(1, num_drafts + 1))]
-    parts += [f"bucket_{edge:05d}" for edge in rounds.plan.edges]
-    return {f"{name}/{part}" for name in (RAW, AVERAGED)[: 1 + averaged] for part in parts}
 
 
 class RoundLog:

@@ -7,6 +7,24 @@ from collections.abc import Collection, Sequence
 
 from dflashdist.config import GateConfig, InputError
 
+BY_BUCKET = ("bucket_loss", "bucket_micro_batches")
+RAW, AVERAGED = "eval", "eval_ema"  # how metrics of the weights, and of their average, begin
+
+
+def step_metrics(block_size: int, edges: Sequence[int]) -> set[str]:
+    """The names of a step's metrics that all drafters know, as they come from reduced sums."""
+    names = {"loss", "block_prefix", "accuracy/all", "padding_efficiency"}
+    names |= {f"accuracy/position_{position:02d}" for position in range(1, block_size)}
+    names |= {f"{kind}/{edge:05d}" for kind in BY_BUCKET for edge in edges}
+    return names | {"lr", "grad_norm", "skipped_steps"}
+
+
+def round_metrics(num_drafts: int, edges: Sequence[int], averaged: bool) -> set[str]:
+    """The names of a round's metrics that all drafters know."""
+    parts = ["acceptance_length", *(f"position_{k:02d}" for k in range(1, num_drafts + 1))]
+    parts += [f"bucket_{edge:05d}" for edge in edges]
+    return {f"{name}/{part}" for name in (RAW, AVERAGED)[: 1 + averaged] for part in parts}
+
 
 class Gates:
     """The gates of a run, each told once. Values are reduced ones, so all drafters agree."""

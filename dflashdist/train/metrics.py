@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 from dflashdist.model.loss import LossSums, sums_layout
 from dflashdist.schedule.plan import MicroBatch, Plan, Steps
+from dflashdist.train.gates import BY_BUCKET
 
 log = logging.getLogger(__name__)
 
 LINE = 100  # columns of the console
-BY_BUCKET = ("bucket_loss", "bucket_micro_batches")
 EXTRAS = ("tokens", "padded_tokens", "stop", "wait", "transfer", "total")
 
 
@@ -146,14 +146,6 @@ def summary(steps: Sequence[StepSums], plan: Plan) -> dict[str, float]:
         for kind, value in zip(BY_BUCKET, (loss / max(weight, 1e-9), number), strict=True):
             result[f"{kind}/{plan.edges[bucket]:05d}"] = value
     return result
-
-
-def step_metrics(block_size: int, edges: Sequence[int]) -> set[str]:
-    """The names of a step's metrics that all drafters know, as they come from reduced sums."""
-    names = {"loss", "block_prefix", "accuracy/all", "padding_efficiency"}
-    names |= {f"accuracy/position_{position:02d}" for position in range(1, block_size)}
-    names |= {f"{kind}/{edge:05d}" for kind in BY_BUCKET for edge in edges}
-    return names | {"lr", "grad_norm", "skipped_steps"}
 
 
 def target_totals(beats: dict[int, dict[str, Any]]) -> dict[str, float]:

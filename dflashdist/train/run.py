@@ -11,9 +11,11 @@ from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.world import Place, World, choose_device
 from dflashdist.config import Config, InputError, dump_config
 from dflashdist.files import hold, whole_file
-from dflashdist.train.blueprint import Blueprint, check_first_weights, check_tokenizer, versions
-from dflashdist.train.checkpoint import damage
+from dflashdist.model.initial import check_initial
+from dflashdist.train.job import TrainingJob
 from dflashdist.train.metrics import ConsoleHandler
+from dflashdist.train.resume import Start, begin_whole, versions
+from dflashdist.train.token_checks import check_tokens
 
 log = logging.getLogger(__name__)
 
@@ -24,25 +26,27 @@ def train_rank(config: Config) -> None:
     Raises InputError for what is refused, Halted when the job was ended by a failure.
     """
     place = Place.from_environment()
-    blueprint = Blueprint(config, place)
+    job = TrainingJob(config, place.world_size)
+    start = Start(job, place)
     if place.rank == 0:
-        check_tokenizer(blueprint)
-        check_first_weights(blueprint)
+        check_tokens(job)
+        if start.checkpoint is None:
+            check_first_weights(job)
     device = choose_device(config.train.device, place)
     lock = None
     try:
-        (blueprint.folder / "logs").mkdir(parents=True, exist_ok=True)
-        open_log(blueprint.folder / "logs", place.rank)
+        (start.folder / "logs").mkdir(parents=True, exist_ok=True)
+        open_log(start.folder / "logs", place.rank)
         if place.rank == 0:
             doing = "trains in it; wait for its end, or take another run.dir"
-            lock = hold(blueprint.folder / ".lock", f"run.dir={blueprint.folder}", doing)
+            lock = hold(start.folder / ".lock", f"run.dir={start.folder}", doing)
     except OSError as error:
         raise InputError(f"run.dir={config.run.dir}: cannot be written ({error})") from error
-    advice = f"; details in {blueprint.folder}/logs/; train.resume=auto goes on where it was saved"
-    world = World(place, blueprint.roles, device, config.pipeline, advice=advice)
+    advice = f"; details in {start.folder}/logs/; train.resume=auto goes on where it was saved"
+    world = World(place, job.roles, device, config.pipeline, advice=advice)
     try:
         with world.health.guard():
-            work(blueprint, world)
+            work(start, world)
     except Halted:
         world.linger()
         raise
@@ -51,78 +55,75 @@ def train_rank(config: Config) -> None:
         lock.close()
 
 
-def begin_whole(blueprint: Blueprint) -> tuple[Blueprint, dict[str, str]]:
-    """The blueprint that begins from the newest checkpoint whose files, all read, are as they were
-    saved; and what is wrong with newer ones, by path."""
-    damaged: dict[str, str] = {}
-    while blueprint.resume and (found := damage(blueprint.resume, contents=True)):
-        damaged[str(blueprint.resume)] = found
-        blueprint = Blueprint(blueprint.config, blueprint.place, damaged)
-    return blueprint, damaged
+def check_first_weights(job: TrainingJob) -> None:
+    """Hold that the first weights will fit. Raises InputError."""
+    target = job.config.target
+    check_initial(job.shape, job.config.drafter, str(target.path), target.revision)
 
 
-def work(blueprint: Blueprint, world: World) -> None:
+def work(start: Start, world: World) -> None:
     """What this rank does once it has joined."""
     if world.rank == 0:  # which alone reads the checkpoint through; the others take its word
         world.health.phase("read the checkpoint")
-        blueprint, damaged = begin_whole(blueprint)
+        start, damaged = begin_whole(start)
         world.store.set("damaged", json.dumps(damaged))
     elif damaged := json.loads(world.health.wait_key(world.store, "damaged")):
-        blueprint = Blueprint(blueprint.config, blueprint.place, damaged)
-    world.agree(blueprint.agreement())
+        start = Start(start.job, start.place, damaged)
+    world.agree(start.agreement())
     if world.rank == 0:
-        announce(blueprint, world)
-    path = blueprint.folder / "logs" / f"trace_rank{world.rank}.jsonl"
-    trace = Trace(path if blueprint.config.pipeline.trace else None)
-    trace("start", step=blueprint.first_step)
+        announce(start, world)
+    path = start.folder / "logs" / f"trace_rank{world.rank}.jsonl"
+    trace = Trace(path if start.job.config.pipeline.trace else None)
+    trace("start", step=start.step)
     if world.role == DRAFTER:
         from dflashdist.train.drafter_rank import run_drafter_rank
 
-        run_drafter_rank(blueprint, world, trace)
+        run_drafter_rank(start, world, trace)
     else:  # imports transformers, which drafters never need
         from dflashdist.train.target_rank import run_target_rank
 
-        run_target_rank(blueprint, world, trace)
+        run_target_rank(start, world, trace)
     world.health.wait_end()
 
 
-def announce(blueprint: Blueprint, world: World) -> None:
+def announce(start: Start, world: World) -> None:
     """Rank 0 says who does what, and writes the resolved configuration and the plan's facts."""
-    config, steps, plan = blueprint.config, blueprint.steps, blueprint.plan
+    job = start.job
+    config, steps, plan = job.config, job.steps, job.plan
     print(roles_table(world.members))
     print(
         f"{plan.num_rows:,} rows, {plan.micro_batches_per_epoch:,} micro-batches an epoch in "
         f"{plan.num_buckets} buckets; {steps.num_steps:,} steps of {steps.window} "
         f"({steps.num_drafters} drafters x {steps.accumulation}); plan {plan.fingerprint[:12]}"
     )
-    if blueprint.stream.rounds:
+    if job.stream.rounds:
         print(
             f"evaluation every {config.evaluate.every} steps on "
-            f"{blueprint.stream.rounds.plan.num_rows:,} held-out rows in "
-            f"{blueprint.stream.round_size:,} micro-batches"
+            f"{job.stream.rounds.plan.num_rows:,} held-out rows in "
+            f"{job.stream.round_size:,} micro-batches"
         )
-    if blueprint.resume:
-        print(f"resuming after step {blueprint.first_step} from {blueprint.resume}")
-        for change in blueprint.changes:
+    if start.checkpoint:
+        print(f"resuming after step {start.step} from {start.checkpoint}")
+        for change in start.changes:
             print(f"  with another {change}")
     elif config.drafter.init_from:
         print(f"the first weights are those of {config.drafter.init_from}")
-    if blueprint.first_step >= steps.num_steps:
-        print(f"step {blueprint.first_step:,} was the last: nothing is left to train")
-    for text in blueprint.checkpoints.passed_over:
+    if start.step >= steps.num_steps:
+        print(f"step {start.step:,} was the last: nothing is left to train")
+    for text in start.checkpoints.passed_over:
         log.warning("checkpoint passed over: %s", text)
-    for note in blueprint.notes:
+    for note in [*job.notes, *start.notes]:
         print(f"NOTE: {note}")
-    print(f"run folder {blueprint.folder}", flush=True)
-    with whole_file(blueprint.folder / "config.yaml") as file:
+    print(f"run folder {start.folder}", flush=True)
+    with whole_file(start.folder / "config.yaml") as file:
         file.write(dump_config(config))
-    facts = blueprint.facts() | {
+    facts = start.facts() | {
         "members": [asdict(member) for member in world.members],
         "micro_batches_per_epoch": plan.micro_batches_per_epoch,
         "num_steps": steps.num_steps,
         "versions": versions(),
     }
-    with whole_file(blueprint.folder / "plan.json") as file:
+    with whole_file(start.folder / "plan.json") as file:
         json.dump(facts, file, indent=1)
 
 

@@ -11,22 +11,38 @@ import torch
 from torch import Tensor
 
 from dflashdist.cluster.trace import Trace
-from dflashdist.cluster.transport import Receiver
+from dflashdist.cluster.transport import MessageSpec, Receiver
 from dflashdist.cluster.workqueue import WorkQueue
-from dflashdist.data.shards import TokenBatch, TokenStore, collate
+from dflashdist.config import states_dtype
+from dflashdist.data.shards import TokenBatch, collate
 from dflashdist.model.blocks import draw_anchors, draw_prefixes, unpack
 from dflashdist.model.loss import DrafterBatch
-from dflashdist.schedule.stream import EVALUATION, Stream
+from dflashdist.schedule.stream import EVALUATION
+from dflashdist.train.job import TrainingJob
+
+
+def states_dtype_on(job: TrainingJob, device: torch.device) -> torch.dtype:
+    """The target's dtype on a device, and so that of the hidden states."""
+    return getattr(torch, states_dtype(job.config.target.dtype, device.type))
+
+
+def message_specs(job: TrainingJob, device: torch.device) -> Callable[[int], MessageSpec]:
+    """seq -> the message of that micro-batch, known from the plan alone."""
+    size, dtype = job.shape.hidden_size, states_dtype_on(job, device)
+
+    def spec_of(seq: int) -> MessageSpec:
+        tokens = job.stream.micro_batch(seq).num_tokens
+        return MessageSpec(seq, tokens, job.num_states, size, dtype)
+
+    return spec_of
 
 
 class Rows:
     """The micro-batches of the stream, read from the token stores."""
 
-    def __init__(
-        self, stream: Stream, store: TokenStore, held_out: TokenStore | None, pad_id: int
-    ) -> None:
-        self._stream, self._store, self._held_out = stream, store, held_out
-        self._pad_id = pad_id
+    def __init__(self, job: TrainingJob) -> None:
+        self._stream, self._store, self._held_out = job.stream, job.store, job.held_out
+        self._pad_id: int = job.store.meta["pad_id"]
 
     def tokens(self, seq: int) -> TokenBatch:
         """Micro-batch `seq`, padded."""

@@ -14,22 +14,24 @@ from dflashdist.cluster.world import World
 from dflashdist.data.shards import TokenBatch
 from dflashdist.model.blocks import pack
 from dflashdist.model.target import Target
-from dflashdist.train.blueprint import Blueprint, target_dtype
+from dflashdist.train.job import TrainingJob
+from dflashdist.train.resume import Start
+from dflashdist.train.sources import Rows, message_specs, states_dtype_on
 from dflashdist.train.target_loop import TargetWork, run_target
 
 
 def load_target(
-    blueprint: Blueprint, device: torch.device, health: Health
+    job: TrainingJob, device: torch.device, health: Health
 ) -> Callable[[TokenBatch], Tensor]:
     """The frozen target as a function: padded tokens -> states of the real ones, side by side."""
-    config = blueprint.config.target
+    config = job.config.target
     assert config.path is not None
     health.phase("load the target")
     target = Target(
         config.path,
-        blueprint.shape.target_layer_ids,
-        with_last=blueprint.with_last,
-        dtype=target_dtype(config.dtype, device),
+        job.shape.target_layer_ids,
+        with_last=job.with_last,
+        dtype=states_dtype_on(job, device),
         device=device,
         revision=config.revision,
         attention=config.attention,
@@ -38,13 +40,17 @@ def load_target(
     return lambda tokens: pack(target.hidden_states(tokens.ids, tokens.lengths), tokens.lengths)
 
 
-def run_target_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
+def run_target_rank(start: Start, world: World, trace: Trace) -> None:
     """A target: serve micro-batches until the queue ends or the run is asked to stop."""
-    config, health = blueprint.config, world.health
+    job, config, health = start.job, start.job.config, world.health
     work = TargetWork()
     health.stats = work.reading
-    dtype = target_dtype(config.target.dtype, world.device)
-    forward = load_target(blueprint, world.device, health)
+    rows = Rows(job)
+    forward = load_target(job, world.device, health)
+    if job.warms_up(world.device.type):
+        health.phase("warm up")
+        for seq in job.widest():
+            forward(rows.tokens(seq))
     assert world.data is not None
     world.barrier("ready")
     delay = config.pipeline.delay_ms / 1000
@@ -52,9 +58,9 @@ def run_target_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
         PointToPoint(world.data, world.device, trace),
         world.clone_store(),
         health,
-        blueprint.roles,
+        job.roles,
         rank=world.rank,
-        drafter_of=blueprint.stream.drafter_of,
+        drafter_of=job.stream.drafter_of,
         max_unsent=config.pipeline.max_unsent,
         checksum=config.pipeline.checksum,
         delay=delay,
@@ -65,10 +71,10 @@ def run_target_rank(blueprint: Blueprint, world: World, trace: Trace) -> None:
             health,
             WorkQueue(world.clone_store(), health),
             sender,
-            prepare=blueprint.rows.tokens,
+            prepare=rows.tokens,
             forward=forward,
-            spec_of=lambda seq: blueprint.spec_of(seq, dtype),
-            kind_of=blueprint.kind_of,
+            spec_of=message_specs(job, world.device),
+            kind_of=job.kind_of,
             prefetch=config.pipeline.prefetch,
             delay=delay,
         )

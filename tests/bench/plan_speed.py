@@ -19,6 +19,7 @@ import numpy as np
 from dflashdist.config import ScheduleConfig
 from dflashdist.schedule.plan import Plan, Steps
 from dflashdist.schedule.report import plan_report
+from dflashdist.schedule.stream import Stream
 
 
 def measure(num_rows: int, max_length: int, num_buckets: int) -> dict[str, float]:
@@ -36,8 +37,8 @@ def measure(num_rows: int, max_length: int, num_buckets: int) -> dict[str, float
         plan.micro_batch(seq)
     marks.append(time.process_time())
     steps = Steps(plan, num_drafters=8, accumulation=4, epochs=1)
-    memory = {"queue_depth": 64, "num_features": 5, "hidden_size": 4096, "bytes_per_value": 2}
-    plan_report(plan, steps, **memory)
+    memory = {"queue_depth": 64, "num_states": 5, "hidden_size": 4096, "dtype": "bfloat16"}
+    plan_report(Stream(steps), **memory)
     marks.append(time.process_time())
     parts = dict(zip(("constructor", "epoch", "seqs", "report"), np.diff(marks), strict=True))
     return {

@@ -31,6 +31,7 @@ from dflashdist.config import ScheduleConfig
 from dflashdist.schedule.mix import length_classes, step_shares
 from dflashdist.schedule.plan import Plan, Steps
 from dflashdist.schedule.report import plan_report, read_lengths
+from dflashdist.schedule.stream import Stream
 
 EPOCHS, GRID = 3, 16
 
@@ -89,7 +90,7 @@ def compare(
         size = plan.micro_batches_per_epoch
         steps = Steps(plan, num_drafters=num_drafters, accumulation=4, epochs=EPOCHS)
         report = plan_report(
-            plan, steps, queue_depth=64, num_features=5, hidden_size=4096, bytes_per_value=2
+            Stream(steps), queue_depth=64, num_states=5, hidden_size=4096, dtype="bfloat16"
         )
         ours = [plan.micro_batch(seq).rows for seq in range(EPOCHS * size)]
         orders = {"planned": ours} | {

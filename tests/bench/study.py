@@ -39,7 +39,7 @@ from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.prepare import prepare
 from dflashdist.data.shards import TokenStore, collate
 from dflashdist.model.blocks import draw_anchors, pack, unpack
-from dflashdist.model.drafter import Drafter, num_drafts
+from dflashdist.model.drafter import Drafter
 from dflashdist.model.initial import initialise
 from dflashdist.model.loss import DrafterBatch, DrafterLoss, LossSums
 from dflashdist.model.shape import DrafterShape
@@ -180,7 +180,7 @@ def run(folder: Path, name: str, seed: int, seconds: float) -> dict[str, Any]:
     batches = stream(plan, order, seed)
     began, steps, epoch, spent = time.process_time(), 0, 0, 0.0
     while spent < seconds:
-        total = LossSums.zeros(num_drafts(shape) + 1).vector
+        total = LossSums.zeros(shape.num_drafts + 1).vector
         for _ in range(WINDOW):
             epoch, rows, width = next(batches)
             tokens, hidden, last = states.batch(some[rows], width)
@@ -193,7 +193,7 @@ def run(folder: Path, name: str, seed: int, seconds: float) -> dict[str, Any]:
             loss, sums = model(batch)
             loss.backward()
             total += sums
-        weight = LossSums(total, num_drafts(shape) + 1).weight
+        weight = LossSums(total, shape.num_drafts + 1).weight
         scale_and_clip(drafter, 1 / weight, config.optim.max_grad_norm)
         set_rate(optimizer, learning_rate(config.optim, int(spent / seconds * STEPS), STEPS))
         optimizer.step()
@@ -220,7 +220,7 @@ def measure(
         parts.append(
             teacher_forced(drafter, frozen, batch, end_ids=chat.end_ids, max_new_tokens=256)
         )
-    sums = AcceptanceSums.total(parts, num_drafts(drafter.shape))
+    sums = AcceptanceSums.total(parts, drafter.shape.num_drafts)
     return {
         "acceptance_length": float(sums.part("tokens") / sums.part("passes")),
         "mean_acceptance_length": float(sums.part("means") / sums.part("answers")),

@@ -7,7 +7,6 @@ from variants import CHANGES, WORDS, target_of_few_words, variant_drafter
 
 from dflashdist.config import DrafterConfig
 from dflashdist.eval.decode import CachedTarget, Rule, decode_plain, decode_speculative
-from dflashdist.model.drafter import num_drafts
 from dflashdist.model.loss import DrafterBatch
 from dflashdist.model.shape import DrafterShape
 from dflashdist.model.target_files import TargetTensors
@@ -33,7 +32,7 @@ def shape(target):
 @pytest.mark.parametrize("name", CHANGES)
 def test_greedy_is_plain_and_is_counted_without_decoding(target, shape, name):
     drafter = variant_drafter(shape, name, seed=3).double().eval()
-    drafts = num_drafts(drafter.shape)
+    drafts = drafter.shape.num_drafts
     rule = Rule(24, end_ids=(0,))
     plain, _ = decode_plain(target, PROMPTS, rule)
     fast, _ = decode_speculative(target, drafter, PROMPTS, rule)

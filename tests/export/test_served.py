@@ -18,7 +18,6 @@ from dflashdist.config import DrafterConfig
 from dflashdist.eval.decode import CachedTarget, Rule, decode_speculative
 from dflashdist.export.folder import export_drafter
 from dflashdist.model.blocks import block_ids
-from dflashdist.model.drafter import num_drafts
 from dflashdist.model.drafter_folder import load_drafter, save_drafter
 from dflashdist.model.shape import FULL, SLIDING, DrafterShape
 
@@ -221,7 +220,7 @@ def test_vllm_reads(exported, name):
     assert json.loads(command) == {
         "method": method, "model": "./out", "num_speculative_tokens": drafts
     }  # fmt: skip
-    assert drafts == num_drafts(shape)
+    assert drafts == shape.num_drafts
     card = (out / "README.md").read_text()
     runner = len(set(types)) > 1 or shape.variant == "dflash2"
     assert ("VLLM_USE_V2_MODEL_RUNNER=1 vllm serve owner/name" in card) == runner

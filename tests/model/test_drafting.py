@@ -5,7 +5,7 @@ import torch
 from rounding import EXACT
 from variants import variant_drafter
 
-from dflashdist.model.drafter import greedy_drafts, num_drafts, sampled_drafts
+from dflashdist.model.drafter import greedy_drafts, sampled_drafts
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -45,8 +45,8 @@ def test_greedy_walk_by_hand(shape, name):
     drafter, states, anchors, head = materials(shape, name)
     drafts = greedy_drafts(drafter, states, anchors, head)
     first = 0 if name == "dspark" else 1
-    assert drafts.dtype == torch.int64 and drafts.shape == (30, num_drafts(drafter.shape))
-    assert num_drafts(drafter.shape) == shape.block_size - first
+    assert drafts.dtype == torch.int64 and drafts.shape == (30, drafter.shape.num_drafts)
+    assert drafter.shape.num_drafts == shape.block_size - first
     differ = 0
     for block in range(30):
         previous = int(anchors[block])

@@ -12,8 +12,9 @@ from dflashdist.schedule.mix import length_classes, step_mix
 from dflashdist.schedule.order import spread
 from dflashdist.schedule.plan import Plan, Steps
 from dflashdist.schedule.report import plan_report
+from dflashdist.schedule.stream import Stream
 
-MEMORY = {"queue_depth": 64, "num_features": 5, "hidden_size": 32, "bytes_per_value": 2}
+MEMORY = {"queue_depth": 64, "num_states": 5, "hidden_size": 32, "dtype": "bfloat16"}
 
 
 def planned(lengths, supervised, num_drafters, accumulation=4, **changes):
@@ -32,7 +33,7 @@ def test_steps_are_mixed_as_well_as_by_a_shuffle_and_better(name):
     lengths, supervised = CORPORA[name](0)
     for num_drafters, bound in ((7, 1.25), (14, 0.95), (28, 0.85)):
         steps = planned(lengths, supervised, num_drafters)
-        report = plan_report(steps.plan, steps, **MEMORY)
+        report = plan_report(Stream(steps), **MEMORY)
         assert report["step_mix_vs_shuffle"] <= bound
         assert report["padding_efficiency"] >= 0.97
         assert report["step_mix"]["last_tenth"] <= 1.5 * report["step_mix"]["shuffle_mean"]
@@ -105,7 +106,7 @@ def test_ten_rows_for_28_slots():
     steps = planned(lengths, lengths // 2, 7)
     rows, _ = steps.plan.rows(range(steps.plan.micro_batches_per_epoch * 14))
     assert Counter(rows.tolist()) == dict.fromkeys(range(10), 14)
-    assert plan_report(steps.plan, steps, **MEMORY)["max_gap"] == [1]
+    assert plan_report(Stream(steps), **MEMORY)["max_gap"] == [1]
 
 
 def test_spread_lies_evenly_in_every_stretch():

@@ -9,8 +9,9 @@ import pytest
 from dflashdist.config import ScheduleConfig
 from dflashdist.schedule.plan import Plan, Steps
 from dflashdist.schedule.report import plan_report, print_report
+from dflashdist.schedule.stream import Stream
 
-MEMORY = {"num_features": 5, "hidden_size": 32, "bytes_per_value": 2}
+MEMORY = {"num_states": 5, "hidden_size": 32, "dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def plan():
 
 def test_numbers(plan):
     steps = Steps(plan, num_drafters=3, accumulation=4, epochs=2)
-    report = json.loads(json.dumps(plan_report(plan, steps, queue_depth=24, **MEMORY)))
+    report = json.loads(json.dumps(plan_report(Stream(steps), queue_depth=24, **MEMORY)))
     batches = [plan.micro_batch(seq) for seq in range(plan.micro_batches_per_epoch)]
     padded = [len(batch.rows) * batch.width for batch in batches]
     real = [batch.num_tokens for batch in batches]
@@ -53,7 +54,7 @@ def test_numbers(plan):
 
 def test_balance(plan):
     steps = Steps(plan, num_drafters=3, accumulation=4, epochs=2)
-    report = plan_report(plan, steps, queue_depth=24, **MEMORY)
+    report = plan_report(Stream(steps), queue_depth=24, **MEMORY)
     anchors = np.minimum(np.maximum(plan.supervised - 1, 0), 128)
     imbalances, work, paid = [], 0.0, 0.0
     for step in range(plan.micro_batches_per_epoch // 12):
@@ -73,9 +74,9 @@ def test_balance(plan):
 @pytest.mark.parametrize("depth", [1, 7, 5000])
 def test_queue_bytes(plan, depth):
     steps = Steps(plan, num_drafters=2, accumulation=2, num_steps=3)
-    report = plan_report(plan, steps, queue_depth=depth, **MEMORY)
+    report = plan_report(Stream(steps), queue_depth=depth, **MEMORY)
     size = plan.micro_batches_per_epoch
-    messages = [plan.micro_batch(seq).num_tokens * 5 * 32 * 2 + 64 for seq in range(size)]
+    messages = [plan.micro_batch(seq).num_tokens * 5 * 32 * 2 + 80 for seq in range(size)]
     assert report["max_message_bytes"] == max(messages)
     ring = messages * (depth // size + 2)
     expected = max(sum(ring[start : start + depth]) for start in range(0, size))
@@ -85,7 +86,7 @@ def test_queue_bytes(plan, depth):
 def test_target_unknown_leaves_bytes_out(plan):
     steps = Steps(plan, num_drafters=2, accumulation=2, num_steps=3)
     report = plan_report(
-        plan, steps, queue_depth=8, num_features=5, hidden_size=None, bytes_per_value=2
+        Stream(steps), queue_depth=8, num_states=5, hidden_size=None, dtype="bfloat16"
     )
     assert report["max_message_bytes"] is None and report["queue_bytes"] is None
     assert "target.path" in print_report(report)
@@ -94,17 +95,17 @@ def test_target_unknown_leaves_bytes_out(plan):
 def test_one_micro_batch_and_a_step_of_many_epochs():
     plan = Plan(np.array([5]), np.array([5]), ScheduleConfig(), num_anchors=4, block_size=4, seed=0)
     steps = Steps(plan, num_drafters=2, accumulation=3, num_steps=4)
-    report = plan_report(plan, steps, queue_depth=12, **MEMORY)
+    report = plan_report(Stream(steps), queue_depth=12, **MEMORY)
     assert report["max_share_deviation"] == report["share_deviation_bound"] == 0
     assert report["step_imbalance"] == 1 and report["max_gap"] == [1]
     # one row of 5 tokens, 4 anchors of 4, padded to 16: the work is 80 + 5 of 80 + 16
     assert report["wasted_fraction"] == pytest.approx(1 - 85 / 96)
-    assert report["queue_bytes"] == 12 * (5 * 5 * 32 * 2 + 64)
+    assert report["queue_bytes"] == 12 * (5 * 5 * 32 * 2 + 80)
 
 
 def test_text_shows_every_bucket_and_the_totals(plan):
     steps = Steps(plan, num_drafters=3, accumulation=4, epochs=2)
-    report = plan_report(plan, steps, queue_depth=24, **MEMORY)
+    report = plan_report(Stream(steps), queue_depth=24, **MEMORY)
     lines = print_report(report).splitlines()
     for line, edge, count in zip(
         lines[1:], plan.edges, plan.micro_batches_per_bucket, strict=False

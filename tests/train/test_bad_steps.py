@@ -20,7 +20,7 @@ from dflashdist.cluster.world import Place, World
 from dflashdist.config import OptimConfig, PipelineConfig, ScheduleConfig
 from dflashdist.model.loss import LossSums, sums_layout
 from dflashdist.schedule.plan import Plan, Steps
-from dflashdist.train.drafter_loop import Job, RunFailed, TrainState, train
+from dflashdist.train.drafter_loop import RunFailed, Training, TrainState, train
 
 pytestmark = pytest.mark.dist
 
@@ -121,7 +121,7 @@ def run(
     def flat() -> np.ndarray:  # tensors would stay in this process, which ends
         return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
 
-    def after_step(job: Job, state: TrainState, *_: Any) -> bool:
+    def after_step(job: Training, state: TrainState, *_: Any) -> bool:
         outcome.weights.append(flat())
         outcome.skipped, outcome.in_a_row = state.skipped, state.bad_in_a_row
         return False
@@ -135,7 +135,7 @@ def run(
         model, process_group=world.drafters, gradient_as_bucket_view=True
     )
     wrapped.register_comm_hook(None, hook)
-    job = Job(
+    job = Training(
         model=wrapped,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         source=source,  # pyright: ignore[reportArgumentType], its batches are this model's

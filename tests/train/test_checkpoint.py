@@ -15,10 +15,10 @@ from dflashdist.data.shards import TokenStoreWriter
 from dflashdist.files import remove
 from dflashdist.model.drafter import Drafter
 from dflashdist.model.drafter_folder import load_drafter
-from dflashdist.train.blueprint import Blueprint
 from dflashdist.train.checkpoint import load_training
+from dflashdist.train.job import TrainingJob
 from dflashdist.train.optim import WeightAverage, build_optimizer
-from dflashdist.train.run import begin_whole
+from dflashdist.train.resume import Start, begin_whole
 
 CPU = torch.device("cpu")
 TARGET = {
@@ -71,20 +71,20 @@ def overrides(inputs, tmp_path) -> list[str]:
     ]  # fmt: skip
 
 
-def blueprint(overrides: list[str], *more: str) -> Blueprint:
+def begin(overrides: list[str], *more: str) -> Start:
     """What a rank that starts now would do."""
     config: Config = load_config(None, [*overrides, *more])
-    return Blueprint(config, Place())
+    return Start(TrainingJob(config, 1), Place())
 
 
 class Trained:
     """A drafter with an optimizer that has state, saved as a run would."""
 
-    def __init__(self, plan: Blueprint, seed: int = 0) -> None:
-        self.blueprint = plan
-        self.drafter = Drafter(plan.shape)
+    def __init__(self, begun: Start, seed: int = 0) -> None:
+        self.begun = begun
+        self.drafter = Drafter(begun.job.shape)
         self.drafter.reset_parameters("fan_in", seed=seed)
-        self.optimizer = build_optimizer(plan.config.optim, self.drafter)
+        self.optimizer = build_optimizer(begun.job.config.optim, self.drafter)
         self.average: WeightAverage | None = None
         self.learn()
 
@@ -95,36 +95,34 @@ class Trained:
         self.optimizer.step()
 
     def save(self, step: int) -> Path:
-        facts = self.blueprint.facts() | {
-            "cursor": step * self.blueprint.steps.window,
-            "config": dump_config(self.blueprint.config),
+        facts = self.begun.facts() | {
+            "cursor": step * self.begun.job.steps.window,
+            "config": dump_config(self.begun.job.config),
         }
-        return self.blueprint.checkpoints.save(
-            step, self.drafter, self.optimizer, facts, self.average
-        )
+        return self.begun.checkpoints.save(step, self.drafter, self.optimizer, facts, self.average)
 
 
 @pytest.fixture
 def trained(overrides) -> Trained:
-    return Trained(blueprint(overrides))
+    return Trained(begin(overrides))
 
 
 def names(trained: Trained) -> list[str]:
-    return sorted(path.name for path in trained.blueprint.checkpoints.folder.iterdir())
+    return sorted(path.name for path in trained.begun.checkpoints.folder.iterdir())
 
 
 def test_kept(overrides):
     """The last 2, each fourth, and the untrained one at the start."""
-    trained = Trained(blueprint(overrides, "checkpoint.keep_every=4"))
+    trained = Trained(begin(overrides, "checkpoint.keep_every=4"))
     for step in range(0, 12):
         trained.save(step)
     kept = [0, 4, 8, 10, 11]
     assert names(trained) == [f"step_{step:08d}" for step in kept]
-    assert list(trained.blueprint.checkpoints.steps()) == kept
+    assert list(trained.begun.checkpoints.steps()) == kept
 
 
 def test_only_the_last_and_the_start(overrides):
-    trained = Trained(blueprint(overrides, "checkpoint.keep_last=1"))
+    trained = Trained(begin(overrides, "checkpoint.keep_last=1"))
     for step in (0, 3, 6, 9):
         trained.save(step)
     assert names(trained) == ["step_00000000", "step_00000009"]
@@ -139,10 +137,10 @@ def test_leftovers_of_a_killed_run(trained, overrides):
         shutil.copytree(whole, folder / left)
     shutil.copytree(whole, folder / "step_00000009")
     (folder / "step_00000009" / "trainer/state.json").unlink()
-    assert blueprint(overrides).resume == whole
+    assert begin(overrides).checkpoint == whole
     trained.save(2)
     assert names(trained) == ["step_00000001", "step_00000002", "step_00000009"]
-    assert blueprint(overrides).first_step == 2
+    assert begin(overrides).step == 2
 
 
 def test_saving_a_step_again_replaces_it(trained):
@@ -150,8 +148,8 @@ def test_saving_a_step_again_replaces_it(trained):
     trained.learn()
     place = trained.save(1)
     assert names(trained) == ["step_00000001"]
-    fresh = Drafter(trained.blueprint.shape)
-    load_training(place, fresh, build_optimizer(trained.blueprint.config.optim, fresh), CPU)
+    fresh = Drafter(trained.begun.job.shape)
+    load_training(place, fresh, build_optimizer(trained.begun.job.config.optim, fresh), CPU)
     for name, tensor in trained.drafter.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], tensor), name
 
@@ -162,7 +160,7 @@ def test_restored_to_the_bit(trained):
     published = load_drafter(place)  # what serving engines read is the same, in bfloat16
     for name, tensor in trained.drafter.state_dict().items():
         assert torch.equal(published.state_dict()[name], tensor.bfloat16().float()), name
-    other = Trained(trained.blueprint, seed=1)
+    other = Trained(trained.begun, seed=1)
     load_training(place, other.drafter, other.optimizer, CPU)
     for each in (trained, other):
         each.learn()
@@ -175,16 +173,16 @@ def test_a_kill_while_a_step_is_saved_again(trained, overrides):
     place = trained.save(3)
     hidden = place.with_name(f".{place.name}.old.partial")
     place.rename(hidden)
-    assert blueprint(overrides).resume == place
+    assert begin(overrides).checkpoint == place
     assert place.is_dir() and not hidden.exists()
     shutil.copytree(place, hidden)  # killed after both: the new one counts
     (place / "trainer/newer").touch()
-    assert blueprint(overrides).resume == place and (place / "trainer/newer").exists()
+    assert begin(overrides).checkpoint == place and (place / "trainer/newer").exists()
 
 
 def test_what_is_removed_loses_its_name_first(trained, overrides, monkeypatch):
     """A kill while an old checkpoint's files go leaves no half of one under its name."""
-    checkpoints = trained.blueprint.checkpoints
+    checkpoints = trained.begun.checkpoints
     old = trained.save(3)
     (old.parent / ".step_00000009.old.partial.dropped.partial").mkdir()  # of a kill before
 
@@ -196,7 +194,7 @@ def test_what_is_removed_loses_its_name_first(trained, overrides, monkeypatch):
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             remove(old)
-    assert not checkpoints.steps() and blueprint(overrides).resume is None
+    assert not checkpoints.steps() and begin(overrides).checkpoint is None
     remove(old)
     trained.save(9)
     assert {path.name for path in old.parent.iterdir()} == {"step_00000009"}
@@ -206,21 +204,21 @@ def test_what_is_removed_loses_its_name_first(trained, overrides, monkeypatch):
 
 
 def test_resume_auto_none_and_a_path(trained, overrides, tmp_path):
-    fresh = blueprint(overrides)
-    assert fresh.resume is None and fresh.first_step == 0 and fresh.first_seq == 0
-    assert blueprint(overrides, "train.resume=none").resume is None
+    fresh = begin(overrides)
+    assert fresh.checkpoint is None and fresh.step == 0
+    assert begin(overrides, "train.resume=none").checkpoint is None
     for step in (5, 10):
         trained.save(step)
-    newest = blueprint(overrides)
-    assert newest.resume is not None and newest.resume.name == "step_00000010"
-    assert newest.first_seq == 10 * newest.steps.window
+    newest = begin(overrides)
+    assert newest.checkpoint is not None and newest.checkpoint.name == "step_00000010"
+    assert next(newest.seqs()) == 10 * newest.job.steps.window
     path = tmp_path / "run/checkpoints/step_00000005"
     elsewhere = f"run.dir={tmp_path / 'elsewhere'}"
-    assert blueprint(overrides, elsewhere, f"train.resume={path}").first_step == 5
+    assert begin(overrides, elsewhere, f"train.resume={path}").step == 5
     with pytest.raises(InputError, match=r"train\.resume=none: .* holds 2 checkpoints"):
-        blueprint(overrides, "train.resume=none")
+        begin(overrides, "train.resume=none")
     with pytest.raises(InputError, match=r"train\.resume=.*/nowhere: no complete checkpoint"):
-        blueprint(overrides, f"train.resume={tmp_path / 'nowhere'}")
+        begin(overrides, f"train.resume={tmp_path / 'nowhere'}")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +240,7 @@ def test_resume_auto_none_and_a_path(trained, overrides, tmp_path):
 def test_what_differs_is_named(trained, overrides, change, named):
     trained.save(5)
     with pytest.raises(InputError) as error:
-        blueprint(overrides, change)
+        begin(overrides, change)
     assert named in str(error.value)
     assert "step_00000005" in str(error.value) and "\n" not in str(error.value)
 
@@ -258,18 +256,18 @@ def test_what_changes_no_result_goes_on(trained, overrides):
         "loss.dpace_by=terms",
         "loss.selector=0.5",
     ]
-    assert blueprint(overrides, *idle).first_step == 5
+    assert begin(overrides, *idle).step == 5
     with pytest.raises(InputError, match=r"is \{'weights': 'dpace', 'dpace_by': 'terms'\}"):
-        blueprint(overrides, "loss.dpace_by=terms", "loss.weights=dpace")
+        begin(overrides, "loss.dpace_by=terms", "loss.weights=dpace")
 
 
 def test_other_first_weights_are_refused_where_they_would_not_be_read(trained, overrides):
     trained.save(5)
-    assert blueprint(overrides, "optim.lr=1e-5").first_step == 5
+    assert begin(overrides, "optim.lr=1e-5").step == 5
     with pytest.raises(
         InputError, match=r"init_from: None -> x: .*step_00000005 goes on .* run\.dir"
     ):
-        blueprint(overrides, "drafter.init_from=x")
+        begin(overrides, "drafter.init_from=x")
 
 
 def test_files_are_as_public_as_others(trained):
@@ -284,38 +282,38 @@ def test_another_store_is_refused(trained, overrides, tmp_path):
     trained.save(5)
     other = write_store(tmp_path / "other", seed=1)
     with pytest.raises(InputError, match=r"store_fingerprint was .*; point data.store at"):
-        blueprint(overrides, f"data.store={other}")
+        begin(overrides, f"data.store={other}")
 
 
 def test_another_target_of_the_same_shape_is_refused(trained, overrides, tmp_path):
     trained.save(5)
     other = write_target(tmp_path / "other", 1)
     with pytest.raises(InputError, match=r"target was \w+ and is \w+; point target\.path"):
-        blueprint(overrides, f"target.path={other}")
+        begin(overrides, f"target.path={other}")
     with pytest.raises(InputError, match=r"target_dtype was auto and is bfloat16"):
-        blueprint(overrides, "target.dtype=bfloat16")
+        begin(overrides, "target.dtype=bfloat16")
 
 
 def test_a_run_that_ended_in_a_partial_step_is_not_extended(overrides):
     """Its checkpoint stands inside a step: the seqs after the end of the run would be left out."""
     overrides = [*overrides, "train.max_steps=null", "train.epochs=1"]
-    trained = Trained(blueprint(overrides, "train.accumulation_steps=5"))
-    steps = trained.blueprint.steps
+    trained = Trained(begin(overrides, "train.accumulation_steps=5"))
+    steps = trained.begun.job.steps
     assert steps.end % 5, "the last step must be partial for this test"
-    config = dump_config(trained.blueprint.config)
-    facts = trained.blueprint.facts() | {"cursor": steps.end, "config": config}
-    checkpoints = trained.blueprint.checkpoints
+    config = dump_config(trained.begun.job.config)
+    facts = trained.begun.facts() | {"cursor": steps.end, "config": config}
+    checkpoints = trained.begun.checkpoints
     checkpoints.save(steps.num_steps, trained.drafter, trained.optimizer, facts)
-    blueprint(overrides, "train.accumulation_steps=5")  # finished, and nothing to do
+    begin(overrides, "train.accumulation_steps=5")  # finished, and nothing to do
     with pytest.raises(InputError, match=f"seqs {steps.end} to {steps.num_steps * 5 - 1}"):
-        blueprint(overrides, "train.accumulation_steps=5", "train.epochs=2")
+        begin(overrides, "train.accumulation_steps=5", "train.epochs=2")
 
 
 def test_settings_of_the_optimizer_are_this_start_s(trained, overrides):
     """State comes back, settings are the configuration's."""
     place = trained.save(5)
     config = load_config(None, [*overrides, "optim.weight_decay=0.5", "optim.betas=[0.5,0.6]"])
-    fresh = Drafter(trained.blueprint.shape)
+    fresh = Drafter(trained.begun.job.shape)
     optimizer = build_optimizer(config.optim, fresh)
     load_training(place, fresh, optimizer, CPU)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
@@ -327,15 +325,15 @@ def test_what_may_differ(trained, overrides):
     """Learning rate, target count and D with the window held change no micro-batch of the rest."""
     trained.save(5)
     config = load_config(None, [*overrides, "optim.lr=1e-5", "train.accumulation_steps=2"])
-    assert Blueprint(config, Place(world_size=2)).first_step == 5
+    assert Start(TrainingJob(config, 2), Place(world_size=2)).step == 5
 
 
 # ---- what a disk or a copy does to a checkpoint
 
 
-def resumed(overrides: list[str], *more: str) -> Blueprint:
+def resumed(overrides: list[str], *more: str) -> Start:
     """What a run that starts now begins from, once rank 0 has read the files."""
-    return begin_whole(blueprint(overrides, *more))[0]
+    return begin_whole(begin(overrides, *more))[0]
 
 
 def removed(file: Path) -> None:
@@ -367,7 +365,7 @@ FILES = [
 @pytest.fixture
 def averaged(overrides) -> Trained:
     """With every file that a checkpoint may have."""
-    trained = Trained(blueprint(overrides, "optim.ema=0.9"))
+    trained = Trained(begin(overrides, "optim.ema=0.9"))
     trained.average = WeightAverage(trained.drafter, 0.9)
     return trained
 
@@ -379,10 +377,10 @@ def test_a_damaged_checkpoint_is_passed_over(averaged, overrides, file, harm):
     before, newest = averaged.save(5), averaged.save(10)
     names = [str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()]
     assert sorted(names) == sorted(FILES)
-    assert resumed(overrides).resume == newest
+    assert resumed(overrides).checkpoint == newest
     harm(newest / file)
     again = resumed(overrides)
-    assert again.resume == before and again.first_step == 5
+    assert again.checkpoint == before and again.step == 5
     (why,) = again.checkpoints.passed_over
     assert why.startswith(f"{newest / file}: "), why
     elsewhere = f"run.dir={newest.parents[1].with_name('elsewhere')}"
@@ -400,8 +398,8 @@ def test_where_no_checkpoint_is_whole_nothing_starts_anew(trained, overrides):
 
 def test_a_checkpoint_of_another_run_is_not_pruned(trained, overrides, tmp_path):
     """Somebody may have put it here."""
-    other = Trained(blueprint(overrides, "seed=7", f"run.dir={tmp_path / 'other'}")).save(3)
-    shutil.copytree(other, trained.blueprint.checkpoints.place(3))
+    other = Trained(begin(overrides, "seed=7", f"run.dir={tmp_path / 'other'}")).save(3)
+    shutil.copytree(other, trained.begun.checkpoints.place(3))
     for step in (5, 6, 7):
         trained.save(step)
     assert names(trained) == [f"step_{step:08d}" for step in (3, 6, 7)]
@@ -412,4 +410,4 @@ def test_a_damaged_one_is_replaced_and_pruned_like_others(trained, overrides):
     trained.save(5)
     cut(trained.save(10) / "model.safetensors")
     trained.save(10)
-    assert resumed(overrides).first_step == 10 and not resumed(overrides).checkpoints.passed_over
+    assert resumed(overrides).step == 10 and not resumed(overrides).checkpoints.passed_over

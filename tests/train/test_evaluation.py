@@ -26,10 +26,11 @@ from dflashdist.model.target import Target
 from dflashdist.model.target_files import TargetTensors
 from dflashdist.model.teacher_forced import AcceptanceSums, teacher_forced
 from dflashdist.schedule.stream import EVALUATION
-from dflashdist.train.blueprint import Blueprint
 from dflashdist.train.checkpoint import SAME, Checkpoints
 from dflashdist.train.evaluation import RoundLog
+from dflashdist.train.job import TrainingJob
 from dflashdist.train.optim import build_optimizer
+from dflashdist.train.resume import Start
 
 VOCABULARY = 200  # of the tiny target, spare rows aside
 HELD_OUT, MAX_ROWS, STEPS = 50, 30, 6
@@ -113,8 +114,9 @@ def facts(folder: Path, step: int) -> dict:
     return json.loads(file.read_text())
 
 
-def blueprint(overrides: list[str], folder: Path, *more: str) -> Blueprint:
-    return Blueprint(load_config(None, [*overrides, f"run.dir={folder}", *more]), Place())
+def begin(overrides: list[str], folder: Path, *more: str) -> Start:
+    config = load_config(None, [*overrides, f"run.dir={folder}", *more])
+    return Start(TrainingJob(config, 1), Place())
 
 
 # ---- inside a run
@@ -186,7 +188,7 @@ def test_the_numbers_are_teacher_forced_acceptance(colocated, overrides, tiny_ta
     the right rows, states and sums. Counts are whole numbers, so pooled lengths are equal unless
     another padding turns a near tie: none here."""
     alone = ["roles.layout=colocated", "train.accumulation_steps=4"]
-    plan = blueprint(overrides, colocated, *alone, "evaluate.every=2")
+    plan = begin(overrides, colocated, *alone, "evaluate.every=2").job
     assert plan.stream.rounds
     drafter = Drafter(plan.shape)
     drafter.load_state_dict(weights(colocated, STEPS))
@@ -309,19 +311,19 @@ def test_a_best_that_does_not_compare_is_kept_and_not_compared(colocated, overri
     """Of other held-out rows, or answers cut elsewhere, the best is still to come; the old one's
     checkpoint stays. Without rounds the best stays what it was."""
     same = ["roles.layout=colocated", "train.accumulation_steps=4"]
-    kept = blueprint(overrides, colocated, *same, "evaluate.every=2")
+    kept = begin(overrides, colocated, *same, "evaluate.every=2")
     assert kept.best and kept.best.step == facts(colocated, STEPS)["best"]["step"]
     assert kept.checkpoints.best == kept.best.step and not kept.round_first
     assert kept.checkpoints.kept == set() and kept.notes == []
     for other in ("evaluate.max_rows=9", "evaluate.max_new_tokens=3"):
-        fewer = blueprint(overrides, colocated, *same, "evaluate.every=2", other)
+        fewer = begin(overrides, colocated, *same, "evaluate.every=2", other)
         assert fewer.best is None and fewer.checkpoints.best is None
         assert fewer.checkpoints.kept == {kept.best.step}
         assert f"step {kept.best.step}) was measured on other rows" in fewer.notes[0]
     path = colocated / f"checkpoints/step_{STEPS:08d}"
     elsewhere = ["evaluate.every=2", f"train.resume={path}"]
-    assert blueprint(overrides, tmp_path / "new", *same, *elsewhere).best is None
-    assert blueprint(overrides, colocated, *same).best == kept.best
+    assert begin(overrides, tmp_path / "new", *same, *elsewhere).best is None
+    assert begin(overrides, colocated, *same).best == kept.best
 
 
 @pytest.mark.dist
@@ -390,29 +392,29 @@ def test_held_out_rows_rendered_otherwise(overrides, store, tmp_path):
         file = tmp_path / "store" / folder / "meta.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"rendering": own | change}))
     job = ["roles.layout=colocated", "evaluate.every=2", f"data.store={tmp_path / 'store'}"]
-    assert blueprint(overrides, tmp_path / "run", *job).stream.rounds
+    assert begin(overrides, tmp_path / "run", *job).job.stream.rounds
     file.write_text(
         json.dumps(json.loads(file.read_text()) | {"rendering": own | {"settings": {}}})
     )
     with pytest.raises(
         InputError, match=r"another settings than .* \(\{\} against .*prepare it alike"
     ):
-        blueprint(overrides, tmp_path / "run", *job)
+        begin(overrides, tmp_path / "run", *job)
     same = [*job, f"evaluate.store={tmp_path / 'store'}"]
-    notes = blueprint(overrides, tmp_path / "run", *same).notes
-    assert notes == ["evaluate.store holds the rows that are trained on"]
+    notes = begin(overrides, tmp_path / "run", *same).job.notes
+    assert "evaluate.store holds the rows that are trained on" in notes
 
 
 def test_held_out_rows_that_do_not_fit(overrides, store, tmp_path):
     every = ["roles.layout=colocated", "evaluate.every=2"]
     shutil.copytree(store, tmp_path / "bare", ignore=shutil.ignore_patterns("validation"))
     with pytest.raises(InputError, match=r"bare has no validation split; prepare it with"):
-        blueprint(overrides, tmp_path / "a", *every, f"data.store={tmp_path / 'bare'}")
+        begin(overrides, tmp_path / "a", *every, f"data.store={tmp_path / 'bare'}")
     write_store(tmp_path / "foreign", 5, 3, "another tokenizer")
     with pytest.raises(InputError, match=r"foreign: made with another tokenizer than"):
-        blueprint(overrides, tmp_path / "a", *every, f"evaluate.store={tmp_path / 'foreign'}")
+        begin(overrides, tmp_path / "a", *every, f"evaluate.store={tmp_path / 'foreign'}")
     same = TokenStore.open(store).meta["tokenizer_fingerprint"]
     write_store(tmp_path / "long", 50, 3, same, scale=5)
     with pytest.raises(InputError, match=r"long: has rows of up to \d{3} tokens, above"):
-        blueprint(overrides, tmp_path / "a", *every, f"evaluate.store={tmp_path / 'long'}")
-    assert blueprint(overrides, tmp_path / "a", *every[:1]).stream.rounds is None
+        begin(overrides, tmp_path / "a", *every, f"evaluate.store={tmp_path / 'long'}")
+    assert begin(overrides, tmp_path / "a", *every[:1]).job.stream.rounds is None

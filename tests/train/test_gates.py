@@ -9,8 +9,7 @@ from ranks import Ranks, train_overrides
 from run_folder import losses
 
 from dflashdist.config import GateConfig, InputError
-from dflashdist.train.gates import Gates, broken
-from dflashdist.train.metrics import step_metrics
+from dflashdist.train.gates import Gates, broken, step_metrics
 
 KNOWN = {"loss", "eval/acceptance_length"}
 

@@ -9,12 +9,11 @@ import torch
 from ranks import train_overrides
 from run_folder import assert_same_bits, losses, slots, trace, weights
 
-from dflashdist.cluster.world import Place
 from dflashdist.config import InputError, load_config
 from dflashdist.data.shards import TokenStore
 from dflashdist.schedule.stream import EVALUATION
-from dflashdist.train.blueprint import Blueprint
-from dflashdist.train.sources import Batches
+from dflashdist.train.job import TrainingJob
+from dflashdist.train.sources import Batches, Rows
 
 OBJECTIVE = [
     "loss.terms={ce: 0.5, kl: 0.3, tv: 0.2}", "loss.weights=dpace", "loss.variable_prefix=0.9",
@@ -55,10 +54,10 @@ def assert_messages(folder, lengths) -> None:
 def test_batches_split_the_states_and_show_prefixes_in_training_alone(tiny_overrides, tiny_store):
     held_out = ["evaluate.every=2", f"evaluate.store={tiny_store}"]
     config = load_config(None, [*tiny_overrides, *OBJECTIVE, *held_out])
-    blueprint = Blueprint(config, Place())
-    assert blueprint.num_states == 3 and blueprint.shape.num_features == 2
+    job = TrainingJob(config, 1)
+    assert job.num_states == 3 and job.shape.num_features == 2
     batches = Batches(
-        blueprint.rows,
+        Rows(job),
         seed=0,
         num_anchors=8,
         block_size=6,
@@ -90,6 +89,6 @@ def test_a_target_that_rescales_its_logits_is_refused(tiny_overrides, tiny_targe
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | {"logit_scale": 0.5}))
     overrides = [*tiny_overrides, f"target.path={folder}"]
-    Blueprint(load_config(None, overrides), Place())
+    TrainingJob(load_config(None, overrides), 1)
     with pytest.raises(InputError, match=r"logit_scale=0\.5"):
-        Blueprint(load_config(None, [*overrides, *OBJECTIVE]), Place())
+        TrainingJob(load_config(None, [*overrides, *OBJECTIVE]), 1)
