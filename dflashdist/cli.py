@@ -92,7 +92,10 @@ copies.""",
 
 --target says which name the card gives, where training read a local folder. A target that is a
 folder here or in the hub's cache is held to the drafter. --report is taken of these weights alone,
-whatever folder they were measured in: for --ema, evaluate the folder ema in the checkpoint.""",
+whatever folder they were measured in: for --ema, evaluate the folder ema in the checkpoint. The
+package dflash loads the layout hf (but DSpark), the library speculators the other; what vLLM and
+SGLang load was read in their sources, and neither was run. The card names no licence: add
+`license: ...` to the block at its top.""",
 }
 
 
@@ -200,11 +203,14 @@ def parser() -> argparse.ArgumentParser:
     sub.set_defaults(overrides=[])
     sub.add_argument("--figure", metavar="PNG", help="draw acceptance by position and by length")
     sub.add_argument("--json", action="store_true", help="print the report as JSON")
-    sub = command("export", "A checkpoint to a folder that serving engines load.", run_export)
+    sub = command("export", "A checkpoint to a folder in a published layout.", run_export)
     sub.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint's or drafter's folder")
     sub.add_argument("out", metavar="OUT", help="the folder to write")
     sub.set_defaults(overrides=[])
-    sub.add_argument("--format", choices=FORMATS, default="hf", help="hf: vLLM, SGLang, dflash")
+    sub.add_argument(
+        "--format", choices=FORMATS, default="hf",
+        help="hf: the published layout; speculators: of the library of that name",
+    )  # fmt: skip
     sub.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights")
     sub.add_argument("--ema", action="store_true", help="the average of the weights (optim.ema)")
     sub.add_argument("--report", metavar="FILE", help="of `evaluate --json`, for the model card")

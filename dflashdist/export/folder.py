@@ -6,8 +6,9 @@
     OUT/README.md           the model card
     OUT/chat_template.jinja where training used a template that is not the target's own
 
-Two layouts: `hf`, the published one, which vLLM, SGLang and the package `dflash` load, and
-`speculators`, of the library of that name. Our own loader reads `hf`.
+Two layouts: `hf`, the published one, which the package `dflash` loads and which follows what the
+sources of vLLM and SGLang read, and `speculators`, of the library of that name, which loads it. No
+server was run. Our own loader reads `hf`.
 
 Written aside and renamed, the one before moved aside meanwhile: what carries the name is complete,
 and whatever kills the export, an old or a new folder is.
@@ -23,8 +24,7 @@ import torch
 import dflashdist
 from dflashdist.config import InputError
 from dflashdist.export import DTYPES, FORMATS
-from dflashdist.export.card import model_card
-from dflashdist.export.measured import read_report
+from dflashdist.export.card import model_card, read_report
 from dflashdist.export.origin import Origin, read_origin
 from dflashdist.export.speculators import speculators_config
 from dflashdist.files import new_folder, put_in_place, restore

@@ -4,8 +4,7 @@ import json
 import shlex
 from typing import Any
 
-from dflashdist.export.origin import Origin
-from dflashdist.export.target import end_ids
+from dflashdist.export.origin import Origin, end_ids
 from dflashdist.model.drafter_folder import TEMPLATE
 from dflashdist.model.shape import SLIDING, DrafterShape
 
@@ -20,7 +19,10 @@ _SGLANG = {
     "dflash2": "with pull request #35371 (August 2026)",
     "dspark": "with pull request #30261 (July 2026)",
 }
-_AS_OF = "Beside this folder; the options are those of August 2026."
+_SOURCES = (
+    "Config and names follow what the sources of {} read in August 2026; no server was run "
+    "with a folder of this kind."
+)
 
 
 def serve_section(name: str, origin: Origin, dtype: str, measured: dict[str, Any] | None) -> str:
@@ -53,8 +55,10 @@ def serve_section(name: str, origin: Origin, dtype: str, measured: dict[str, Any
         f"  --speculative-algorithm {'DSPARK' if dspark else 'DFLASH'} \\\n"
         f"  --speculative-draft-model-path {shlex.quote(f'./{name}')} {block}"
     )
+    loads = "No package here has DSpark." if dspark else "The package `dflash` 0.1 loads it."
     parts = [
-        f"## Serve\n\n{_AS_OF} vLLM {_VLLM[shape.variant]}:\n\n```bash\n{vllm}\n```",
+        f"## Serve\n\n{loads} {_SOURCES.format('vLLM and SGLang')}",
+        f"vLLM {_VLLM[shape.variant]}, beside this folder:\n\n```bash\n{vllm}\n```",
         f"SGLang {_SGLANG[shape.variant]}:\n\n```bash\n{sglang}\n```",
     ]
     if shape.is_causal is not None:
@@ -63,7 +67,7 @@ def serve_section(name: str, origin: Origin, dtype: str, measured: dict[str, Any
             "lower than measured."
         )
     if dspark:
-        return "\n\n".join([*parts, "The package `dflash` has no DSpark."])
+        return "\n\n".join(parts)
     python = _python(name, origin, dtype, measured)
     return "\n\n".join([*parts, f"dflash 0.1:\n\n```python\n{python}\n```"])
 
@@ -71,13 +75,12 @@ def serve_section(name: str, origin: Origin, dtype: str, measured: dict[str, Any
 def serve_speculators_section(name: str, origin: Origin) -> str:
     """The command for the layout `speculators`, by which vLLM finds the target itself."""
     shape = origin.drafter.shape
+    loads = "The library `speculators` 0.9 loads it."
     if shape.variant == "dflash2":
-        return (
-            "## Serve\n\nvLLM reads DFlash 2 in the layout `hf` only; this one is for the library "
-            "`speculators`."
-        )
+        return f"## Serve\n\n{loads} vLLM reads DFlash 2 in the layout `hf` only."
     parts = [
-        f"## Serve\n\n{_AS_OF} vLLM {_VLLM[shape.variant]}:",
+        f"## Serve\n\n{loads} {_SOURCES.format('vLLM')}",
+        f"vLLM {_VLLM[shape.variant]}, beside this folder:",
         f"```bash\n{_runner(shape)}vllm serve {shlex.quote(f'./{name}')}{_revision(origin)}"
         f"{_template_option(name, origin)} --attention-backend flash_attn\n```",
     ]

@@ -8,7 +8,7 @@ layer a slightly wider window (all keys from anchor - window on) than its server
 from typing import Any
 
 from dflashdist.config import InputError
-from dflashdist.export.target import NamedTarget, architectures
+from dflashdist.export.origin import NamedTarget, architectures
 from dflashdist.model.shape import FULL, PARTS, DrafterShape
 
 VERSION = "0.9.0"  # the layout's

@@ -5,8 +5,7 @@ import logging
 import math
 from dataclasses import asdict
 
-from dflashdist.cluster.dispatcher import Dispatcher
-from dflashdist.cluster.workqueue import WorkQueue
+from dflashdist.cluster.workqueue import Dispatcher, WorkQueue
 from dflashdist.cluster.world import World
 from dflashdist.config import dump_config
 from dflashdist.model.drafter import Drafter

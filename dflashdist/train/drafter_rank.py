@@ -11,12 +11,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from dflashdist.cluster.dispatcher import Dispatcher
 from dflashdist.cluster.health import Health
 from dflashdist.cluster.roles import COLOCATED
-from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.transport import PointToPoint, Receiver
-from dflashdist.cluster.workqueue import WorkQueue
+from dflashdist.cluster.workqueue import Dispatcher, Trace, WorkQueue
 from dflashdist.cluster.world import World
 from dflashdist.data.shards import TokenBatch
 from dflashdist.model.blocks import slot_weights

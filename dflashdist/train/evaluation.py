@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dflashdist.cluster.health import Health
-from dflashdist.cluster.trace import Trace
+from dflashdist.cluster.workqueue import Trace
 from dflashdist.files import whole_file
 from dflashdist.model.drafter import Drafter
 from dflashdist.model.target_files import TargetTensors

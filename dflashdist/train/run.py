@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dflashdist.cluster.health import Halted
 from dflashdist.cluster.roles import DRAFTER, roles_table
-from dflashdist.cluster.trace import Trace
+from dflashdist.cluster.workqueue import Trace
 from dflashdist.cluster.world import Place, World, choose_device
 from dflashdist.config import Config, InputError, dump_config
 from dflashdist.files import hold, whole_file

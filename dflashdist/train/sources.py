@@ -10,9 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.transport import MessageSpec, Receiver
-from dflashdist.cluster.workqueue import WorkQueue
+from dflashdist.cluster.workqueue import Trace, WorkQueue
 from dflashdist.config import states_dtype
 from dflashdist.data.shards import TokenBatch, collate
 from dflashdist.model.blocks import draw_anchors, draw_prefixes, unpack

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from dflashdist.cluster.health import Halted, Health
-from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.transport import PointToPoint, Sender
-from dflashdist.cluster.workqueue import WorkQueue
+from dflashdist.cluster.workqueue import Trace, WorkQueue
 from dflashdist.cluster.world import World
 from dflashdist.data.shards import TokenBatch
 from dflashdist.model.blocks import pack

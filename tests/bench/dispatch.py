@@ -96,7 +96,7 @@ def measure_store(control: Control) -> tuple[float, float]:
 
 def measure_queue(control: Control, consumers: int, seconds: float) -> dict[str, Any]:
     """Seqs a second with so many consumers, within a credit of max(12, 2 x consumers)."""
-    from dflashdist.cluster.dispatcher import Dispatcher
+    from dflashdist.cluster.workqueue import Dispatcher
 
     def rate(number: int, run: str) -> float:
         dispatcher = Dispatcher(

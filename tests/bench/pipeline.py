@@ -116,8 +116,8 @@ def run_rank(case: Case) -> Done:
     import torch
 
     from dflashdist.cluster.roles import DRAFTER, SPLIT, Roles
-    from dflashdist.cluster.trace import Trace
     from dflashdist.cluster.transport import MessageSpec, PointToPoint
+    from dflashdist.cluster.workqueue import Trace
     from dflashdist.cluster.world import Place, World
 
     torch.set_num_threads(1)
@@ -181,9 +181,8 @@ class ReceivedSeqs:
 def be_drafter(case: Case, work: Work, world: Any, link: Any, spec_of: Any) -> Done:
     import torch
 
-    from dflashdist.cluster.dispatcher import Dispatcher
     from dflashdist.cluster.transport import Receiver
-    from dflashdist.cluster.workqueue import WorkQueue
+    from dflashdist.cluster.workqueue import Dispatcher, WorkQueue
     from dflashdist.model.loss import LossSums, sums_layout
     from dflashdist.train.drafter_loop import Job, TrainState, train
     from dflashdist.train.drafter_rank import Gradients, data_parallel

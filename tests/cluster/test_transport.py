@@ -9,8 +9,8 @@ import torch
 
 from dflashdist.cluster.health import Halted
 from dflashdist.cluster.roles import DRAFTER, SPLIT, Roles
-from dflashdist.cluster.trace import Trace
 from dflashdist.cluster.transport import MessageSpec, PointToPoint, Receiver, Sender, encode
+from dflashdist.cluster.workqueue import Trace
 from dflashdist.cluster.world import Place, World
 from dflashdist.config import PipelineConfig
 

@@ -11,10 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from dflashdist.cluster.dispatcher import Dispatcher
 from dflashdist.cluster.health import Halt, Halted, Health
 from dflashdist.cluster.roles import Member
-from dflashdist.cluster.workqueue import WorkQueue
+from dflashdist.cluster.workqueue import Dispatcher, WorkQueue
 
 MEMBER = Member(0, "drafter", "here", "cpu", 0, "machine")
 

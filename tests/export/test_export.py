@@ -174,3 +174,14 @@ def test_wrong_target_and_broken_weights(checkpoint, tiny_target, tmp_path):
     save_drafter(tmp_path / "nan", drafter, "float32")
     with pytest.raises(InputError, match=r"norm\.weight is not finite"):
         export_drafter(tmp_path / "nan", tmp_path / "out", target="a/b")
+
+
+@pytest.mark.parametrize("layout", ["hf", "speculators"])
+def test_the_card_names_no_licence_and_claims_what_was_checked(checkpoint, tmp_path, layout):
+    out = export_drafter(checkpoint, tmp_path / "out", format=layout, target="owner/name")
+    card = (out / "README.md").read_text()
+    front = card.split("---")[1]
+    assert "license" not in front and "add `license: ...` to the block at the top" in card
+    loads = {"hf": "The package `dflash` 0.1 loads it.",
+             "speculators": "The library `speculators` 0.9 loads it."}  # fmt: skip
+    assert loads[layout] in card and "no server was run" in card

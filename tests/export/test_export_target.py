@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dflashdist.config import InputError
 from dflashdist.export.folder import export_drafter
-from dflashdist.export.target import is_hub_name
+from dflashdist.export.origin import is_hub_name
 
 HUB = "owner/name"
 
