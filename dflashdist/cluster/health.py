@@ -357,6 +357,9 @@ class Health:
         self._interrupts += asked.count(signal.SIGINT)
         if self._interrupts > 1:  # whoever insists need not wait for the step
             os._exit(130)
+        self._look_at_processes()  # torchrun asks as well when a rank has died, which is a loss
+        if self.halted.is_set():
+            return
         log.info("asked to stop by signal %s", asked)
         self.stop_requested.set()
         with self._lock:
