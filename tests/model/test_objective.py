@@ -75,11 +75,11 @@ def test_values_and_gradients_by_hand(term):
     )
     scores.loss.backward()
     assert hidden.grad is not None and scores.overlap is not None
-    # Float64 throughout: a few roundings of 1e-16.
-    assert scores.losses.item() == pytest.approx(3 * value, rel=1e-14)
-    assert scores.loss.item() == pytest.approx(3 * value, rel=1e-14)
-    assert hidden.grad[0].tolist() == pytest.approx([3 * g for g in gradient], abs=1e-14)
-    assert scores.overlap.item() == pytest.approx(5 / 8, rel=1e-14)
+    # Float64 throughout: a few roundings of 1e-16, by any library of functions.
+    assert scores.losses.item() == pytest.approx(3 * value, rel=1e-12)
+    assert scores.loss.item() == pytest.approx(3 * value, rel=1e-12)
+    assert hidden.grad[0].tolist() == pytest.approx([3 * g for g in gradient], abs=1e-12)
+    assert scores.overlap.item() == pytest.approx(5 / 8, rel=1e-12)
     assert scores.hits.tolist() == [True]
 
 
@@ -133,8 +133,8 @@ def test_gradients_are_autograds(terms, low_rank, chunk_size):
     # Float64, sums of at most 17 x 11 numbers of size 1 to 10: some 1e-15 each.
     for tensor, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(tensor, other, rtol=0, atol=1e-12)
-    torch.testing.assert_close(scores.losses, weights * losses.detach(), rtol=0, atol=1e-13)
-    torch.testing.assert_close(scores.overlap, 1 - plain["tv"].detach(), rtol=0, atol=1e-14)
+    torch.testing.assert_close(scores.losses, weights * losses.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(scores.overlap, 1 - plain["tv"].detach(), rtol=0, atol=1e-12)
     assert torch.equal(scores.weights, weights)
     assert torch.equal(scores.hits, logits.argmax(-1) == labels)
     assert torch.equal(scores.top_ids, logits.topk(4).indices)
@@ -206,7 +206,7 @@ def test_dpace_weights_by_hand():
     ce = torch.tensor([2.0, 4.0, 2.0, 2.0, 2.0], dtype=torch.float64).log()
     weights = dpace_weights(ce, places, (3, 4), 0.5)
     expected = [201 / 128, 105 / 128, 45 / 128, 21 / 16, 9 / 16]
-    assert weights.tolist() == pytest.approx(expected, rel=1e-15)
+    assert weights.tolist() == pytest.approx(expected, rel=1e-12)
     assert dpace_weights(ce, places, (3, 4), 1.0).tolist() == [3.0, 2.0, 1.0, 2.0, 1.0]
 
 

@@ -160,7 +160,7 @@ def test_rows_that_were_cut(drafter, batch, chat):
         expected.vector.add_(part.vector)
         assert equal
     # Counts are exact; the sum of the answers' own means is of another order here.
-    torch.testing.assert_close(sums.vector, expected.vector, atol=0, rtol=1e-14)
+    torch.testing.assert_close(sums.vector, expected.vector, atol=0, rtol=1e-12)
     assert not all(answer.ended for answer in find_answers(batch, chat.end_ids))
 
 
