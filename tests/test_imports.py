@@ -1,9 +1,12 @@
 """Imports go downward only, and the light modules stay light."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import dflashdist
 
@@ -122,6 +125,18 @@ def test_plan_loads_no_torch():
 def test_drafter_ranks_load_no_transformers():
     loaded = loaded_by("import dflashdist.train.run, dflashdist.train.drafter_rank")
     assert "torch" in loaded and "transformers" not in loaded
+
+
+@pytest.mark.parametrize("folder", ["tests/bench", "tests/gpu", "launch/demo"])
+def test_scripts_that_no_test_runs_import_what_is_there(folder):
+    names = set()
+    for path in (PACKAGE.parent / folder).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("dflashdist"):
+                names |= {(path.name, str(node.module), alias.name) for alias in node.names}
+    assert names
+    for script, module, name in sorted(names):
+        assert hasattr(importlib.import_module(module), name), f"{script}: {module}.{name}"
 
 
 def test_top_level_of_the_repository():

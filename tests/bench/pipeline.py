@@ -184,7 +184,7 @@ def be_drafter(case: Case, work: Work, world: Any, link: Any, spec_of: Any) -> D
     from dflashdist.cluster.transport import Receiver
     from dflashdist.cluster.workqueue import Dispatcher, WorkQueue
     from dflashdist.model.loss import LossSums, sums_layout
-    from dflashdist.train.drafter_loop import Job, TrainState, train
+    from dflashdist.train.drafter_loop import Training, TrainState, train
     from dflashdist.train.drafter_rank import Gradients, data_parallel
     from dflashdist.train.metrics import Clock
 
@@ -223,7 +223,7 @@ def be_drafter(case: Case, work: Work, world: Any, link: Any, spec_of: Any) -> D
         done.step_ends.append(time.perf_counter())
         return False
 
-    job = Job(
+    training = Training(
         model=wrapped,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         source=ReceivedSeqs(receiver, WorkQueue(world.clone_store(), health)),  # pyright: ignore
@@ -241,7 +241,7 @@ def be_drafter(case: Case, work: Work, world: Any, link: Any, spec_of: Any) -> D
         clock=clock,
         on_reduced=gradients.done,
     )
-    train(job, TrainState(), after_step)
+    train(training, TrainState(), after_step)
     return done
 
 
