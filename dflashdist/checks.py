@@ -98,10 +98,13 @@ def validate(config: Config) -> None:
         raise InputError(f"optim.betas={config.optim.betas}: two numbers from 0 to below 1")
     for key in (
         "optim.weight_decay", "pipeline.delay_ms", "evaluate.temperature", "loss.selector",
-        "loss.confidence", "evaluate.seed",
+        "loss.confidence",
     ):  # fmt: skip
         if not 0 <= value_of(config, key) < math.inf:
             raise InputError(f"{key}={value_of(config, key)}: must not be negative, and finite")
+    for key in ("seed", "evaluate.seed"):
+        if not 0 <= value_of(config, key) < 1 << 64:
+            raise InputError(f"{key}={value_of(config, key)}: from 0 to below 2^64")
     edges = config.schedule.bucket_edges
     if edges is not None and (not edges or sorted(set(edges)) != list(edges) or edges[0] < 1):
         raise InputError(f"schedule.bucket_edges={edges}: must ascend from at least 1")

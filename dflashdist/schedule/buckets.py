@@ -83,13 +83,13 @@ def choose_buckets(
     Each of several has at least `min_share` of them; there are fewer where that leaves room for
     fewer, down to one.
     """
-    for number in range(num_buckets, 0, -1):
-        edges = choose_edges(lengths, anchors, number, min_share, budget)
+    while True:
+        edges = choose_edges(lengths, anchors, num_buckets, min_share, budget)
         cells = lay_cells(lengths, anchors, edges, budget)
         batches = np.bincount(cells.bucket, cells.num_micro_batches)
         if len(edges) == 1 or all(int(one) >= min_share * int(batches.sum()) for one in batches):
             return edges, cells
-    raise AssertionError("one bucket has all of them")
+        num_buckets = len(edges) - 1  # any number in between gives these edges again
 
 
 def choose_edges(
@@ -109,6 +109,7 @@ def choose_edges(
     stretch = _stretches(lengths, (), budget)
     first = np.unique(stretch, return_index=True)[1]
     size = len(first)
+    num_buckets = min(num_buckets, size)
     num_rows = np.bincount(stretch)
     longest = np.zeros(size, dtype=np.int64)
     np.maximum.at(longest, stretch, lengths)

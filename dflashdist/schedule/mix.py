@@ -54,6 +54,8 @@ def step_mix(steps: Steps) -> dict[str, Any]:
         _total_variation(*step_shares(*rows_and_steps, classes, plan.supervised))
         for rows_and_steps in (_planned(steps), _shuffled(steps))
     )
+    if not (len(ours) and len(plain)):
+        return {"step_mix": dict.fromkeys(names), "step_mix_vs_shuffle": None}
     tail = ours[-max(1, len(ours) // 10) :]
     values = (ours.mean(), ours.max(), tail.mean(), plain.mean(), plain.max())
     mix = dict(zip(names, map(float, values), strict=True))

@@ -219,7 +219,7 @@ class Plan:
 
     def _words(self, epoch: int, purpose: int, count: int) -> np.ndarray:
         """Random uint64 [count] of (seed, epoch, purpose)."""
-        key = np.array([self.seed % (1 << 64), epoch], dtype=np.uint64)
+        key = np.array([self.seed, epoch], dtype=np.uint64)
         counter = np.array([0, purpose, 0, 0], dtype=np.uint64)
         return np.random.Philox(key=key, counter=counter).random_raw(count)
 

@@ -65,8 +65,9 @@ class AfterStep:
         self._report(state, sums, rate, norm)
         violated = []
         if config.gates:
-            known = {"lr": rate, "grad_norm": norm, "skipped_steps": state.skipped}
-            violated = self._check_gates(state.step, summary([sums], training.plan) | known)
+            known = summary([sums], training.plan) | {"lr": rate, "grad_norm": norm}
+            known |= {"skipped_steps": state.skipped, "empty_micro_batches": state.empty}
+            violated = self._check_gates(state.step, known)
         stop = sums.extra("stop") > 0
         last = state.step == training.steps.num_steps
         best = False
@@ -94,6 +95,7 @@ class AfterStep:
             lr=rate,
             grad_norm=norm,
             skipped=state.skipped,
+            empty=state.empty,
             queue_depth=depth,
             beats=self._world.health.beats,
         )
@@ -147,6 +149,7 @@ class AfterStep:
             "cursor": min(state.step * training.steps.window, training.steps.end),
             "skipped": state.skipped,
             "bad_in_a_row": state.bad_in_a_row,
+            "empty": state.empty,
             "evaluated": state.evaluated,
             "best": asdict(state.best) if state.best else None,
             "kept": sorted(checkpoints.kept),

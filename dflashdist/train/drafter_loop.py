@@ -45,6 +45,7 @@ class TrainState:
     step: int = 0
     skipped: int = 0  # steps without an update, in all
     bad_in_a_row: int = 0
+    empty: int = 0  # micro-batches without a supervised slot, in all
     evaluated: int = 0  # the step of the last round of evaluation
     best: Best | None = None
 
@@ -154,6 +155,13 @@ def update(training: Training, state: TrainState, sums: StepSums) -> tuple[float
         if not math.isfinite(norm):
             reason = f"the gradient is not finite in seqs {sums.seqs.start} to {sums.seqs.stop - 1}"
     state.step += 1
+    empty = sums.empty()
+    if empty and not state.empty and not reason:
+        log.warning(
+            "seq %s: no two supervised tokens side by side, so no block to train on; told once, "
+            "counted as empty_micro_batches", ", ".join(map(str, empty)),
+        )  # fmt: skip
+    state.empty += len(empty)
     if reason:
         state.skipped += 1
         state.bad_in_a_row += 1

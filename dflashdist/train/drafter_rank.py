@@ -93,6 +93,7 @@ def run_drafter_rank(start: Start, world: World, trace: Trace) -> None:
         step=start.step,
         skipped=saved.get("skipped", 0),
         bad_in_a_row=saved.get("bad_in_a_row", 0),
+        empty=saved.get("empty", 0),
         evaluated=saved.get("evaluated", 0),
         best=start.best,
     )

@@ -16,7 +16,7 @@ def step_metrics(block_size: int, edges: Sequence[int]) -> set[str]:
     names = {"loss", "block_prefix", "accuracy/all", "padding_efficiency"}
     names |= {f"accuracy/position_{position:02d}" for position in range(1, block_size)}
     names |= {f"{kind}/{edge:05d}" for kind in BY_BUCKET for edge in edges}
-    return names | {"lr", "grad_norm", "skipped_steps"}
+    return names | {"lr", "grad_norm", "skipped_steps", "empty_micro_batches"}
 
 
 def round_metrics(num_drafts: int, edges: Sequence[int], averaged: bool) -> set[str]:

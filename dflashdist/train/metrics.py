@@ -118,6 +118,11 @@ class StepSums:
         """(loss, weight) of each seq of the step."""
         return self.vector[self._pairs :].view(-1, 2).tolist()
 
+    def empty(self) -> list[int]:
+        """The seqs without a supervised slot."""
+        pairs = zip(self.seqs, self.pairs(), strict=True)
+        return [seq for seq, (_, weight) in pairs if weight == 0]
+
     def not_finite(self) -> list[int]:
         """The seqs whose loss or weight is not finite."""
         pairs = zip(self.seqs, self.pairs(), strict=True)
@@ -185,6 +190,7 @@ class Reporter:
         lr: float,
         grad_norm: float,
         skipped: int,
+        empty: int,
         queue_depth: int | None,
         beats: dict[int, dict[str, Any]],
     ) -> None:
@@ -196,7 +202,8 @@ class Reporter:
         now = time.perf_counter()
         values = summary(self._steps_since, self._plan)
         total = StepSums.total(self._steps_since)
-        values |= {"lr": lr, "grad_norm": grad_norm, "skipped_steps": skipped}
+        values |= {"lr": lr, "grad_norm": grad_norm}
+        values |= {"skipped_steps": skipped, "empty_micro_batches": empty}
         values["tokens_per_second/drafters"] = total.extra("tokens") / (now - self._last)
         shares = fractions({name: total.extra(name) for name in ("wait", "transfer", "total")})
         values |= {f"time/drafters_{name}": share for name, share in shares.items()}

@@ -90,6 +90,8 @@ def test_every_bucket_has_its_share_and_fewer_buckets_where_it_cannot():
         assert len(edges) == len(batches) <= max(1, window // 2)
         assert len(edges) == 1 or min(batches) * window >= 2 * sum(batches)
         assert len(edges) == 8 or window < 28
+    many = choose_buckets(lengths, anchors, 1 << 40, Fraction(0), BUDGET)[0]  # as many as can be
+    assert len(many) > 8
     few = np.array([5, 900])
     assert choose_buckets(few, np.array([1, 1]), 8, Fraction(2, 28), BUDGET)[0] == (900,)
 

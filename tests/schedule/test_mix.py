@@ -101,6 +101,20 @@ def test_nothing_to_compare(lengths, supervised):
     assert rows == list(range(len(lengths)))
 
 
+def test_steps_without_a_supervised_token_are_left_out_even_if_all_are():
+    """Few rows teach, and none of the few steps that are measured holds one."""
+    lengths, supervised = np.arange(16, 2016), np.zeros(2000, dtype=int)
+    supervised[0] = 10
+    plan = Plan(
+        lengths, supervised, ScheduleConfig(), num_anchors=512, block_size=16, seed=0,
+    )  # fmt: skip
+    first = int(np.flatnonzero(plan.epoch(0).num_anchors)[0])
+    assert first > 0
+    steps = Steps(plan, num_drafters=1, accumulation=1, num_steps=first)
+    assert step_mix(steps)["step_mix_vs_shuffle"] is None
+    assert step_mix(Steps(plan, num_drafters=1, accumulation=1, epochs=1))["step_mix"]["mean"] == 0
+
+
 def test_ten_rows_for_28_slots():
     lengths = np.array([40, 90, 200, 350, 500, 800, 1200, 1900, 2500, 3000])
     steps = planned(lengths, lengths // 2, 7)

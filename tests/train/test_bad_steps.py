@@ -80,6 +80,7 @@ class Outcome:
 
     failure: str = ""
     skipped: int = 0
+    empty: int = 0
     in_a_row: int = 0
     seqs: list[int] = field(default_factory=list)
     reductions: int = 0  # of gradients, the one of the warm-up among them
@@ -124,6 +125,7 @@ def run(
     def after_step(job: Training, state: TrainState, *_: Any) -> bool:
         outcome.weights.append(flat())
         outcome.skipped, outcome.in_a_row = state.skipped, state.bad_in_a_row
+        outcome.empty = state.empty
         return False
 
     def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -200,6 +202,7 @@ def outcomes() -> dict[str, list[Outcome]]:
     common: dict[str, Any] = {"accumulation": 2}
     scenarios = {kind: common | {"num_steps": 4, "bad": bad} for kind, bad in KINDS.items()}
     scenarios["breaks"] = common | {"num_steps": 6, "bad": BREAKS}
+    scenarios["empty"] = common | {"num_steps": 4, "bad": dict.fromkeys((5, 6, 9), NOTHING)}
     scenarios["ends"] = common | {"num_steps": 9, "bad": ENDS}
     ranks = Ranks(2, in_world, list(scenarios.values()))
     by_rank = ranks.results()
@@ -214,6 +217,7 @@ def test_a_bad_step_is_skipped_by_all(outcomes, kind):
         assert not mine.failure
         assert mine.warnings == [NAMED[kind]]
         assert (mine.skipped, mine.in_a_row) == (1, 0)
+        assert mine.empty == (4 if kind == NOTHING else 0)
         assert np.array_equal(mine.weights[1], mine.weights[2]), "step 2 changed the weights"
         for before, after in ((0, 1), (2, 3), (3, 4)):
             assert not np.array_equal(mine.weights[before], mine.weights[after])
@@ -235,6 +239,15 @@ def test_good_steps_in_between_reset_the_count(outcomes):
         assert not mine.failure and len(mine.weights) == 7
         assert [text.split()[1] for text in mine.warnings] == ["1", "2", "4", "5"]
         assert (mine.skipped, mine.in_a_row) == (4, 0)
+
+
+def test_micro_batches_without_a_block_are_told_once_and_counted(outcomes):
+    """The others of their steps are trained on; every drafter knows, whoever had them."""
+    for mine in outcomes["empty"]:
+        assert len(mine.warnings) == 1 and mine.warnings[0].startswith("seq 5, 6: no two ")
+        assert (mine.skipped, mine.empty) == (0, 3)
+        for before, after in zip(mine.weights, mine.weights[1:], strict=False):
+            assert not np.array_equal(before, after)
 
 
 def test_too_many_in_a_row_end_the_run_on_all_ranks(outcomes):

@@ -81,7 +81,8 @@ def assert_shown(folder: Path) -> None:
     points = scalars(folder)
     assert {
         "loss", "block_prefix", "accuracy/all", "accuracy/position_01", "accuracy/position_03",
-        "lr", "grad_norm", "skipped_steps", "padding_efficiency", "queue_depth",
+        "lr", "grad_norm", "skipped_steps", "empty_micro_batches", "padding_efficiency",
+        "queue_depth",
         "tokens_per_second/drafters", "time/drafters_wait",
     } <= points.keys()  # fmt: skip
     assert any(name.startswith("bucket_micro_batches/") for name in points)

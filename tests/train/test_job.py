@@ -48,6 +48,8 @@ def made(overrides: list[str], *more: str, world: int | None = None) -> Training
         (["drafter.mask_token_id=5000"], "drafter.mask_token_id=5000"),
         (["drafter.mask_token_id=EOS"], "is an end-of-turn token of the target"),
         (["drafter.mask_token_id=USED"], "times in the rows"),
+        (["seed=-1"], "seed=-1: from 0 to below 2^64"),
+        (["evaluate.seed=18446744073709551616"], "from 0 to below 2^64"),
         (["optim.lr=0"], "optim.lr=0.0: must be greater than 0"),
     ],
 )

@@ -49,7 +49,7 @@ def report(steps: Steps, folder, every: int, first: int, losses: dict[int, list[
     for step, of_step in losses.items():
         sums = sums_of(steps, step - 1, of_step, [step * weight for weight in (1.0, 2.0, 5.0)])
         reporter.step(
-            step, sums, lr=1e-3, grad_norm=1.0, skipped=0, queue_depth=3, beats={}
+            step, sums, lr=1e-3, grad_norm=1.0, skipped=0, empty=0, queue_depth=3, beats={}
         )  # fmt: skip
     reporter.close()
 
@@ -123,7 +123,7 @@ def test_lines_of_a_round_fit_and_a_warning_is_not_glued_to_the_bar(steps, tmp_p
     handle = logging.getLogger("test of the console")
     handle.addHandler(console)
     reporter.step(1, sums_of(steps, 0, [1.0] * 3, [1.0] * 3), lr=1e-3, grad_norm=1.0, skipped=0,
-                  queue_depth=3, beats={})  # fmt: skip
+                  empty=0, queue_depth=3, beats={})  # fmt: skip
     handle.warning("gate loss is violated")
     values = {f"eval/position_{k:02d}": 1 / k for k in range(1, 31)}
     values |= {"eval/acceptance_length": 9.87, "eval_ema/acceptance_length": 9.88}
