@@ -12,9 +12,13 @@ from dflashdist.cluster.transport import HEADER, TRAILER
 from dflashdist.config import InputError, RolesConfig, load_config
 from dflashdist.data.shards import TokenStore, TokenStoreWriter
 from dflashdist.data.tokenizer import TargetTokenizer
+from dflashdist.model.drafter import Drafter
+from dflashdist.model.loss import DrafterLoss
+from dflashdist.model.target_files import TargetTensors
 from dflashdist.schedule.report import MESSAGE_EXTRA_BYTES
+from dflashdist.train.drafter_rank import run_widest, zero_states
 from dflashdist.train.job import TrainingJob
-from dflashdist.train.sources import message_specs
+from dflashdist.train.sources import Batches, Rows, message_specs
 from dflashdist.train.token_checks import check_mask_token
 
 
@@ -193,3 +197,24 @@ def test_the_widest_are_those_of_the_epoch(tiny_overrides):
     assert not job.warms_up("cpu") and job.warms_up("cuda")
     assert made(tiny_overrides, "train.warm_up_widest=always").warms_up("cpu")
     assert not made(tiny_overrides, "train.warm_up_widest=never").warms_up("cuda")
+
+
+def test_the_widest_run_first_and_nothing_of_it_stays(tiny_overrides, tiny_target):
+    job, cpu = made(tiny_overrides), torch.device("cpu")
+    drafter = Drafter(job.shape)
+    loss = DrafterLoss(drafter, TargetTensors.load(tiny_target), job.shape, job.config.loss)
+    batches = Batches(
+        Rows(job), seed=0, num_anchors=8, block_size=4, variable_prefix=None, device=cpu,
+        features=job.shape.num_features * job.shape.hidden_size,
+    )  # fmt: skip
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    ran, touched = [], []
+    loss.register_forward_pre_hook(lambda _, given: ran.append(given[0].ids.shape))
+    first = next(drafter.parameters())
+    first.register_hook(lambda gradient: touched.append(gradient.shape))
+    run_widest(job, loss, batches, zero_states(job, cpu), cpu)
+    planned = [job.plan.micro_batch(seq) for seq in job.widest()]
+    assert ran == [(len(one.rows), one.width) for one in planned]
+    assert len(touched) == len(planned)
+    assert all(parameter.grad is None for parameter in drafter.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
