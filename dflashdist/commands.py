@@ -153,15 +153,13 @@ def run_regenerate(options: argparse.Namespace) -> None:
 
 def run_plan(options: argparse.Namespace) -> None:
     from dflashdist.schedule.report import print_report
-    from dflashdist.train.job import TrainingJob
+    from dflashdist.train.job import TrainingJob, check_tokens
 
     config = load_config(options.conf, options.overrides)
     if options.ranks is not None and options.ranks < 1:
         raise InputError(f"--ranks {options.ranks}: at least 1")
     job = TrainingJob(config, options.ranks, planning=True)
     if job.store_if_any and job.shape_if_known:
-        from dflashdist.train.token_checks import check_tokens
-
         check_tokens(job)
     report = job.report()
     print(json.dumps(report, indent=1) if options.json else print_report(report))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dflashdist.schedule.plan import Steps
+from dflashdist.schedule.stream import Steps
 
 NUM_CLASSES = 12
 

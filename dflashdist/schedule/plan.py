@@ -33,10 +33,8 @@ from dflashdist.schedule.buckets import (
     row_anchors,
 )
 from dflashdist.schedule.order import interleave, max_gaps, spread
-from dflashdist.schedule.steps import share_out
 
 ALGORITHM = 2  # raise it with any change that gives other micro-batches or slots for the same input
-MAX_MEASURED_STEPS = 2000  # more steps add little to what is said of an epoch
 CACHED_EPOCHS = 3  # the one in use, the next one that is dispatched ahead, and one to spare
 _WORD_BITS = np.uint64(32)
 _ROWS, _STARTS, _TIES = 1, 2, 3  # what random words are for
@@ -274,73 +272,3 @@ def _sums(index: np.ndarray, values: np.ndarray, size: int) -> tuple[int, ...]:
 
 def _digest(values: np.ndarray) -> str:
     return hashlib.sha256(values.astype("<i8").tobytes()).hexdigest()
-
-
-class Steps:
-    """The stream cut into optimizer steps of W = num_drafters x accumulation micro-batches.
-
-    Exactly one of num_steps and epochs says where training ends. With epochs, the last step may
-    hold fewer than W. Which drafter computes a micro-batch changes with D; the stream does not.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        num_drafters: int,
-        accumulation: int,
-        num_steps: int | None = None,
-        epochs: float | None = None,
-    ) -> None:
-        assert num_drafters > 0 and accumulation > 0, (num_drafters, accumulation)
-        if (num_steps is None) == (epochs is None):
-            raise InputError("train.max_steps and train.epochs: give one of them, not both or none")
-        self.plan = plan
-        self.num_drafters = num_drafters
-        self.accumulation = accumulation
-        self.window = num_drafters * accumulation
-        if epochs is not None:
-            self.end = round(epochs * plan.micro_batches_per_epoch)
-        else:
-            self.end = (num_steps or 0) * self.window
-        if self.end < 1:
-            given = (
-                f"train.epochs={epochs}" if epochs is not None else f"train.max_steps={num_steps}"
-            )
-            raise InputError(f"{given}: trains on nothing; raise it")
-        self.num_steps = -(-self.end // self.window)
-        in_epoch = max(1, plan.micro_batches_per_epoch // self.window)
-        self.num_measured = min(self.num_steps, in_epoch, MAX_MEASURED_STEPS)  # for reports
-        self._slots = lru_cache(maxsize=16)(self._assign)
-
-    def step_of(self, seq: int) -> int:
-        """The step that uses this micro-batch."""
-        return seq // self.window
-
-    def seqs(self, step: int) -> range:
-        """The micro-batches of a step: W of them, or fewer in the last step of whole epochs."""
-        assert 0 <= step < self.num_steps, (step, self.num_steps)
-        return range(step * self.window, min((step + 1) * self.window, self.end))
-
-    def slots(self, step: int) -> tuple[tuple[int, ...], ...]:
-        """For each drafter its seqs of this step, ascending: `accumulation` each in a full step."""
-        return self._slots(step)
-
-    def drafter_of(self, seq: int) -> int:
-        """The drafter that trains on this micro-batch."""
-        return next(d for d, seqs in enumerate(self.slots(self.step_of(seq))) if seq in seqs)
-
-    def _assign(self, step: int) -> tuple[tuple[int, ...], ...]:
-        """Shares of nearly equal cost, handed to the drafters in turn.
-
-        Without the turn one drafter would always have the long rows. It slips by one after each
-        round, so that an order whose period divides D does not make it stand still either.
-        """
-        seqs = self.seqs(step)
-        costs = self.plan.column("cost", seqs)
-        shares = share_out(costs, self.num_drafters, self.accumulation)
-        turn = step + step // self.num_drafters
-        return tuple(
-            tuple(seqs[index] for index in shares[(drafter + turn) % self.num_drafters])
-            for drafter in range(self.num_drafters)
-        )

@@ -12,8 +12,7 @@ import numpy as np
 from dflashdist.config import InputError
 from dflashdist.schedule.mix import step_mix
 from dflashdist.schedule.order import deviation_bound, share_deviation
-from dflashdist.schedule.plan import Steps
-from dflashdist.schedule.stream import Stream
+from dflashdist.schedule.stream import Steps, Stream
 
 MESSAGE_EXTRA_BYTES = 80  # header and trailer, beside a micro-batch's hidden states
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dflashdist.cluster.health import Health
 from dflashdist.config import InputError, OptimConfig
-from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.schedule.plan import Plan
+from dflashdist.schedule.stream import Steps
 from dflashdist.train.evaluation import Best
 from dflashdist.train.metrics import Clock, StepSums
 from dflashdist.train.optim import (

@@ -2,6 +2,7 @@
 
 Roles, plan, steps, rounds of evaluation, the size of messages, and what is refused. Reads the token
 store's index and the target's config.json; no weight of any model, no torch, no other rank.
+`check_tokens` also reads the tokenizer and the rows, so one rank does it for all.
 """
 
 from dataclasses import replace
@@ -13,12 +14,14 @@ import numpy as np
 from dflashdist.checks import least_share, needs_last
 from dflashdist.cluster.roles import Roles, assign_roles
 from dflashdist.config import AUTO, Config, InputError, queue_depth, states_dtype
+from dflashdist.data.chat import OWN
 from dflashdist.data.shards import TokenStore
+from dflashdist.data.tokenizer import TargetTokenizer, template_digest
 from dflashdist.model.shape import DrafterShape
 from dflashdist.model.target_files import check_plain_logits, read_target_config
-from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.schedule.plan import Plan
 from dflashdist.schedule.report import plan_report, read_lengths
-from dflashdist.schedule.stream import EVALUATION, Rounds, Stream
+from dflashdist.schedule.stream import EVALUATION, Rounds, Steps, Stream
 from dflashdist.train.gates import Gates, round_metrics, step_metrics
 
 
@@ -256,3 +259,65 @@ def open_held_out(config: Config, store: TokenStore, plan: Plan) -> tuple[TokenS
     )
     assert config.evaluate.every is not None
     return held_out, Rounds(rounds, rows, config.evaluate.every)
+
+
+def check_tokens(job: TrainingJob) -> None:
+    """Hold that the store is the target's, and that its mask token means nothing else.
+
+    A store rendered by a template's file is held to the tokenizer alone. Reads the tokenizer's
+    files and all of the store's ids, so one rank does it for all. Raises InputError.
+    """
+    target = job.config.target
+    tokenizer = TargetTokenizer.read(str(target.path), target.revision)
+    check_store(job, tokenizer)
+    check_mask_token(job, tokenizer)
+
+
+def check_store(job: TrainingJob, target: TargetTokenizer) -> None:
+    """Hold that the store was made with the target's own tokenizer, and template if it says so."""
+    config, meta = job.config, job.store.meta
+    differs = None
+    if target.fingerprint != meta["tokenizer_fingerprint"]:
+        differs = "tokenizer"
+    elif meta.get("template") == OWN:
+        found = template_digest(target.templates) if target.templates else None
+        differs = "chat template" if found != meta["rendering"]["template_sha256"] else None
+    if differs:
+        raise InputError(
+            f"{config.data.store}: made with another {differs} (of {meta['target']}) than "
+            f"{config.target.path} has; prepare anew with --target {config.target.path}"
+        )
+
+
+def check_mask_token(job: TrainingJob, target: TargetTokenizer) -> None:
+    """Refuse a mask token that the target emits, or that rows hold.
+
+    A block of masks beside such a token in the text would mean two things at once.
+    """
+    mask = job.shape.mask_token_id
+    eos = job.shape.eos_token_id
+    roles = {
+        "an end-of-turn token": {*target.end_ids, *(eos if isinstance(eos, tuple) else (eos,))},
+        "the pad token": {target.pad_id, job.store.meta["pad_id"]},
+        "the beginning-of-text token": {job.shape.bos_token_id},
+    }
+    for name, text in target.specials.items():
+        roles.setdefault(name, set()).add(target.tokenizer.token_to_id(text))
+    for role, ids in roles.items():
+        if mask in ids:
+            raise InputError(
+                f"drafter.mask_token_id={mask}: is {role} of the target; take a row of its "
+                "embedding that is never emitted, or null: the first one past the tokenizer"
+            )
+    stores = [store for store in (job.store, job.held_out) if store]
+    found = sum(store.count_token(mask) for store in stores)
+    if not found:
+        return
+    token = target.tokenizer.id_to_token(mask)
+    text = f"drafter.mask_token_id={mask} ({token!r}) occurs {found:,} times in the rows"
+    if not job.config.drafter.mask_token_in_data:
+        raise InputError(
+            f"{text}; take a token that does not, or null: the first embedding row past the "
+            "tokenizer (drafter.mask_token_in_data=true trains all the same)"
+        )
+    job.notes.append(f"{text}: drafts learn that it is a mask and a word")

@@ -21,7 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflashdist.model.loss import LossSums, sums_layout
-from dflashdist.schedule.plan import MicroBatch, Plan, Steps
+from dflashdist.schedule.plan import MicroBatch, Plan
+from dflashdist.schedule.stream import Steps
 from dflashdist.train.gates import BY_BUCKET
 
 log = logging.getLogger(__name__)

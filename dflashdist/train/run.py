@@ -12,10 +12,9 @@ from dflashdist.cluster.world import Place, World, choose_device
 from dflashdist.config import Config, InputError, dump_config
 from dflashdist.files import hold, whole_file
 from dflashdist.model.initial import check_initial
-from dflashdist.train.job import TrainingJob
+from dflashdist.train.job import TrainingJob, check_tokens
 from dflashdist.train.metrics import ConsoleHandler
 from dflashdist.train.resume import Start, begin_whole, versions
-from dflashdist.train.token_checks import check_tokens
 
 log = logging.getLogger(__name__)
 

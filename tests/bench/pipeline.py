@@ -36,7 +36,8 @@ import numpy as np
 from dispatch import Job, Network, Simulation
 
 from dflashdist.config import OptimConfig, PipelineConfig, ScheduleConfig, queue_depth
-from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.schedule.plan import Plan
+from dflashdist.schedule.stream import Steps
 
 ACCUMULATION, HEADROOM, SLOW = 4, 1.1, 2.0
 BLOCK_SIZE, FEATURES = 4, 8  # of a tiny model; a message is 32 bytes a token, about 200 kB

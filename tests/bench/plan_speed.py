@@ -17,9 +17,9 @@ import time
 import numpy as np
 
 from dflashdist.config import ScheduleConfig
-from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.schedule.plan import Plan
 from dflashdist.schedule.report import plan_report
-from dflashdist.schedule.stream import Stream
+from dflashdist.schedule.stream import Steps, Stream
 
 
 def measure(num_rows: int, max_length: int, num_buckets: int) -> dict[str, float]:

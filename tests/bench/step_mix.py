@@ -29,9 +29,9 @@ from corpora import CORPORA
 
 from dflashdist.config import ScheduleConfig
 from dflashdist.schedule.mix import length_classes, step_shares
-from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.schedule.plan import Plan
 from dflashdist.schedule.report import plan_report, read_lengths
-from dflashdist.schedule.stream import Stream
+from dflashdist.schedule.stream import Steps, Stream
 
 EPOCHS, GRID = 3, 16
 

@@ -14,7 +14,8 @@ from dflashdist.model.shape import DrafterShape
 from dflashdist.model.target import Target
 from dflashdist.model.target_files import TargetTensors, read_target_config
 from dflashdist.model.teacher_forced import AcceptanceSums
-from dflashdist.train.evaluation import AVERAGED, RAW, RoundLog
+from dflashdist.train.evaluation import RoundLog
+from dflashdist.train.gates import AVERAGED, RAW
 
 PROMPTS = [[first % 7, 3, 5, first % 3, 2, 6, 1][: 3 + first % 5] for first in range(24)]
 RULE = Rule(24, end_ids=(0,))

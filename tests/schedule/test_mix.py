@@ -10,9 +10,9 @@ from corpora import CORPORA
 from dflashdist.config import ScheduleConfig
 from dflashdist.schedule.mix import length_classes, step_mix
 from dflashdist.schedule.order import spread
-from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.schedule.plan import Plan
 from dflashdist.schedule.report import plan_report
-from dflashdist.schedule.stream import Stream
+from dflashdist.schedule.stream import Steps, Stream
 
 MEMORY = {"queue_depth": 64, "num_states": 5, "hidden_size": 32, "dtype": "bfloat16"}
 

@@ -180,7 +180,8 @@ PROBE = """
 import sys
 import numpy as np
 from dflashdist.config import ScheduleConfig
-from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.schedule.plan import Plan
+from dflashdist.schedule.stream import Steps
 import dflashdist.schedule.report
 assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "transformers")]
 lengths = np.arange(1, 2001)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dflashdist.config import ScheduleConfig
-from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.schedule.plan import Plan
 from dflashdist.schedule.report import plan_report, print_report
-from dflashdist.schedule.stream import Stream
+from dflashdist.schedule.stream import Steps, Stream
 
 MEMORY = {"num_states": 5, "hidden_size": 32, "dtype": "bfloat16"}
 

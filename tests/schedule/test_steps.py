@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dflashdist.config import InputError, ScheduleConfig
-from dflashdist.schedule.plan import Plan, Steps
-from dflashdist.schedule.steps import share_out
+from dflashdist.schedule.plan import Plan
+from dflashdist.schedule.stream import Steps, share_out
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dflashdist.config import ScheduleConfig
-from dflashdist.schedule.plan import Plan, Steps
-from dflashdist.schedule.stream import EVALUATION, Rounds, Stream
+from dflashdist.schedule.plan import Plan
+from dflashdist.schedule.stream import EVALUATION, Rounds, Steps, Stream
 
 
 def plan_of(num_rows: int, seed: int) -> Plan:

@@ -19,7 +19,8 @@ from dflashdist.cluster.roles import COLOCATED, Roles
 from dflashdist.cluster.world import Place, World
 from dflashdist.config import OptimConfig, PipelineConfig, ScheduleConfig
 from dflashdist.model.loss import LossSums, sums_layout
-from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.schedule.plan import Plan
+from dflashdist.schedule.stream import Steps
 from dflashdist.train.drafter_loop import RunFailed, Training, TrainState, train
 
 pytestmark = pytest.mark.dist

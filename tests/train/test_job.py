@@ -17,9 +17,8 @@ from dflashdist.model.loss import DrafterLoss
 from dflashdist.model.target_files import TargetTensors
 from dflashdist.schedule.report import MESSAGE_EXTRA_BYTES
 from dflashdist.train.drafter_rank import run_widest, zero_states
-from dflashdist.train.job import TrainingJob
+from dflashdist.train.job import TrainingJob, check_mask_token
 from dflashdist.train.sources import Batches, Rows, message_specs
-from dflashdist.train.token_checks import check_mask_token
 
 
 def made(overrides: list[str], *more: str, world: int | None = None) -> TrainingJob:

@@ -11,7 +11,8 @@ from run_folder import scalars
 
 from dflashdist.config import ScheduleConfig
 from dflashdist.model.loss import LossSums, sums_layout
-from dflashdist.schedule.plan import Plan, Steps
+from dflashdist.schedule.plan import Plan
+from dflashdist.schedule.stream import Steps
 from dflashdist.train.metrics import LINE, ConsoleHandler, Reporter, StepSums, step_line, summary
 
 BLOCK = 4

@@ -9,8 +9,7 @@ import pytest
 from dflashdist.config import InputError, load_config
 from dflashdist.data.chat import ChatTokenizer
 from dflashdist.data.shards import TokenStoreWriter
-from dflashdist.train.job import TrainingJob
-from dflashdist.train.token_checks import check_tokens
+from dflashdist.train.job import TrainingJob, check_tokens
 
 
 @pytest.fixture
