@@ -401,24 +401,24 @@ def test_a_later_answer_that_was_cut_off_is_asked_again_with_more_tokens(server,
     assert server.seen == ["b"]  # from where it was cut off, once
     assert numbers(ask(server, source, out, max_tokens=8192)) == [3, 0, 1, 0, 2]
     assert [row["reason"] for row in rows_of(failed_path(out))] == ["server error 500"]
-    assert prepared_from(out) == [["re: d"], ["re: f"], ["re: a", "re: blue"]]
+    assert prepared_from(out) == [["re: a", "re: blue"], ["re: d"], ["re: f"]]
     server.seen.clear()
     assert numbers(ask(server, source, out, max_tokens=8192)) == [3, 1, 0, 0, 2]
     assert server.seen == ["b", "c"] and not failed_path(out).exists()
     rows = [row["messages"] for row in rows_of(out) if row["messages"][0] == user("a")]
     assert rows[0] == rows[1] == first and rows[2][:4] == first  # the file only grew
     # What is trained on holds each conversation once, and whole.
-    assert prepared_from(out) == [["re: d"], ["re: f"], ["re: a", "re: blue", "re: b", "re: c"]]
+    assert prepared_from(out) == [["re: a", "re: blue", "re: b", "re: c"], ["re: d"], ["re: f"]]
     assert numbers(ask(server, source, out, max_tokens=9000)) == [3, 0, 0, 0, 3]
 
 
 def prepared_from(path):
-    """The answers of each row that `prepare` reads."""
+    """The answers of each row that `prepare` reads, sorted: they were asked for at once."""
     sources = Sources([path])
     count = sources.max_rows
     rows = [parse_row(origin, payload) for origin, payload in sources.rows()]
     assert len(rows) == count
-    return [[m["content"] for m in row.messages if m["role"] == "assistant"] for row in rows]
+    return sorted([m["content"] for m in row.messages if m["role"] == "assistant"] for row in rows)
 
 
 def test_rows_of_other_models_and_settings_replace_none(server, tmp_path, out):
