@@ -85,7 +85,7 @@ def test_shipped_recipes_load():
         ("gates=[{metric: loss, belw: 1.0}]", ["unknown key 'belw'", "'below'"]),
         ("gates=[{metric: loss, not_below: 1.0}]", ["not_below=1.0", "name the step"]),
         ("gates=[{metric: loss, above: .nan}]", ["loss", "not finite"]),
-        ("evaluate.seed=-1", ["evaluate.seed=-1", "negative"]),
+        ("evaluate.seed=-1", ["evaluate.seed=-1", "from 0 to below"]),
     ],
 )
 def test_refused(override, parts):
